@@ -38,7 +38,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def path(whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "_picture", lambda name, caption, *drawing: Picture(name, caption, "<svg/>"))
+    monkeypatch.setattr(plots, "picture", lambda name, caption, *drawing: Picture(name, caption, "<svg/>"))
     return shutil.copy(whole, tmp_path / "sweep.sqlite")
 
 

@@ -582,7 +582,7 @@ def drawn(monkeypatch):
         draw(found[name])
         return Picture(name, caption, "<svg/>")
 
-    monkeypatch.setattr(plots, "_picture", picture)
+    monkeypatch.setattr(plots, "picture", picture)
     return found
 
 

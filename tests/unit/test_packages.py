@@ -88,7 +88,7 @@ def test_figures_and_reports_need_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     missing = "needs the package matplotlib, which is not installed; pip install matplotlib"
     assert error_of(check_figure, "a.svg") == f"--figure a.svg: {missing}, or leave it out"
-    assert error_of(plots._picture, "a", "", 1, 1, print) == f"megatron-fp8 lab report {missing}"
+    assert error_of(plots.picture, "a", "", 1, 1, print) == f"megatron-fp8 lab report {missing}"
 
 
 def test_a_plain_run_needs_no_package(parse, monkeypatch):

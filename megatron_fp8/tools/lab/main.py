@@ -23,6 +23,9 @@ VERBS = {
         "megatron_fp8.tools.lab.trial.probe",
         "error and gain of every GEMM beside BF16's; --invariants: checks that tell a bug from rounding",
     ),
+    "stress": Verb(
+        "megatron_fp8.tools.stress.main", "plants eight troubles in small models: which recipes are fragile"
+    ),
 }
 
 

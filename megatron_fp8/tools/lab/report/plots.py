@@ -47,7 +47,7 @@ _PANEL = 4.2, 3.0  # inches
 _NAMELESS = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
-def _picture(name: str, caption: str, rows: int, columns: int, draw: Callable, panel=_PANEL) -> Picture:
+def picture(name: str, caption: str, rows: int, columns: int, draw: Callable, panel=_PANEL) -> Picture:
     """A picture of rows x columns panels of `panel` inches; draw(axes) fills the (rows, columns) axes."""
     try:
         import matplotlib
@@ -154,7 +154,7 @@ def losses(results: Results) -> list[Picture]:
         f"Training loss, smoothed with {_SMOOTHED}. Thin: every run, up to its last finite loss. Thick: each arm's "
         "median. A cross: the onset of a run's divergence."
     )
-    return [_picture("losses", caption, len(results.data), len(results.rates), draw)]
+    return [picture("losses", caption, len(results.data), len(results.rates), draw)]
 
 
 def divergence(results: Results) -> list[Picture]:
@@ -173,7 +173,7 @@ def divergence(results: Results) -> list[Picture]:
         panel.set(xlabel="runs that diverged (%)", xlim=(-2, 102), ylim=(len(cells) - 0.5, -0.5))
 
     caption, inches = "Rates of divergence with Wilson's 95 % intervals.", (7.0, 1 + 0.25 * len(cells))
-    return [_picture("divergence", caption, 1, 1, draw, inches)]
+    return [picture("divergence", caption, 1, 1, draw, inches)]
 
 
 def gaps(results: Results) -> list[Picture]:
@@ -204,7 +204,7 @@ def gaps(results: Results) -> list[Picture]:
         f"Training loss minus that of {results.baseline} with the same seed, smoothed with {_SMOOTHED}: mean over "
         "pairs in which neither run diverged, with the bootstrap's 95 % band, which is too narrow for few pairs."
     )
-    return [_picture("gaps", caption, len(results.data), len(results.rates), draw)]
+    return [picture("gaps", caption, len(results.data), len(results.rates), draw)]
 
 
 def _differences(pairs: list[tuple[Result, Result]]) -> tuple[np.ndarray, np.ndarray]:
@@ -252,7 +252,7 @@ def learning_rates(results: Results) -> list[Picture]:
             f" Below: the mean gap to {results.baseline}, in % of its loss, with the t-test's 95 % interval, over "
             f"{_PAIRS} or more pairs in which neither run diverged."
         )
-    return [_picture("learning_rates", caption, 1 + bool(others), len(results.data), draw)]
+    return [picture("learning_rates", caption, 1 + bool(others), len(results.data), draw)]
 
 
 def _draw_finals(results: Results, panel, data: str) -> None:
@@ -315,4 +315,4 @@ def signals(results: Results, names: list[str]) -> list[Picture]:
 
     shape = len(results.data), len(results.rates)
     what = "each arm's median over runs, with diverged ones."
-    return [_picture(f"signal_{name}", f"{_SIGNALS.get(name, name)}: {what}", *shape, of(name)) for name in names]
+    return [picture(f"signal_{name}", f"{_SIGNALS.get(name, name)}: {what}", *shape, of(name)) for name in names]

@@ -1,0 +1,105 @@
+"""S7: what the tensor core's sum loses over a long K, in operands with a mean and without.
+
+Hopper's FP8 tensor cores add products with about 14 bits (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). "Fast" keeps
+the whole sum there; "full" adds each part of it into an FP32 register. Operands are E4M3 with one scale each; the exact
+product is that of the same FP8 numbers in FP64, so the casts' error is not in it.
+
+    error = |C - exact| / |exact|        gain = <C, exact> / |exact|^2
+
+With a mean (both operands positive, as an activation function's output can be) partial sums grow with K instead of its
+root, and truncation has one sign. Without a GPU the 14 bits are emulated: 32 products are added exactly, and the running
+sum is cut to 14 significant bits. Judged is the error; E4M3's own rounding is 3.7 %.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ... import cpu, gemm, ops
+from ...gemm.cutlass_build import Unavailable
+from ...gemm.interface import prepared, through
+from ...numerics.formats import E4M3, decode
+from ...numerics.scaled import ScaledTensor
+from ...numerics.scaling import compute_scale
+from .drawing import curves
+from .network import device, size
+from .suite import JUDGED, Found, Point, Stress
+
+REAL_K = (1536, 4096, 14336, 28672, 53248)  # the widths that fc2 of SmolLM2, a 1B, 8B, 70B and 405B sum over
+TOY_K = (512, 1536, 4096)
+_BITS, _PART = 14, 32
+
+type Product = Callable[[ScaledTensor, ScaledTensor], torch.Tensor]
+
+
+def _emulated(a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
+    """The sum in a register of 14 bits, which truncates."""
+    x, y = decode(a.payload).double(), decode(b.payload).double()
+    total = torch.zeros(len(x), len(y), dtype=torch.float64, device=x.device)
+    for k in range(0, x.shape[1], _PART):
+        total += x[:, k : k + _PART] @ y[:, k : k + _PART].T
+        mantissa, exponent = torch.frexp(total)
+        total = torch.ldexp((mantissa * 2**_BITS).trunc(), exponent - _BITS)
+    return total * (a.scale_inv * b.scale_inv).double()
+
+
+def _of(backend, fast: bool, a: ScaledTensor, b: ScaledTensor) -> torch.Tensor:
+    return through(backend, a, b, gemm.Epilogue(torch.float32), fast)
+
+
+def arms() -> dict[str, Product]:
+    """What this machine can multiply with."""
+    if cpu.needed():
+        return {"14 bits, emulated": _emulated, "FP32": functools.partial(_of, prepared("reference"), False)}
+    found: dict[str, Product] = {}
+    for name in ("cublaslt", "cutlass", "torch"):
+        try:
+            backend = prepared(name)
+        except Unavailable:
+            continue  # our library is not built here
+        for fast in (True, False):
+            found[f"{name}, {'fast: forward' if fast else 'full: backward'}"] = functools.partial(_of, backend, fast)
+    return found
+
+
+def measure(seed: int) -> Iterator[Found]:
+    torch.manual_seed(seed)
+    products, m = arms(), size().products
+    for k in TOY_K if cpu.needed() else REAL_K:
+        for case in ("without a mean", "with a mean"):
+            a, b = (_operand(m, k, case == "with a mean") for _ in "ab")
+            exact = (decode(a.payload).double() @ decode(b.payload).double().T) * (a.scale_inv * b.scale_inv).double()
+            for arm, multiply in products.items():
+                found = multiply(a, b).double()
+                error = 100 * float((found - exact).norm() / exact.norm())
+                yield Found(arm, case, k, "error", error)
+                yield Found(arm, f"gain, {case}", k, "gain", 100 * float((found * exact).sum() / exact.square().sum()))
+                yield Found(arm, f"{case}, K {k}", k, JUDGED, error)
+
+
+def _operand(rows: int, k: int, positive: bool) -> ScaledTensor:
+    x = torch.randn(rows, k, device=device())
+    x = x.abs() if positive else x
+    scale = compute_scale(ops.amax(x), E4M3)
+    return ScaledTensor(ops.quantize(x, E4M3, scale), scale.reciprocal())
+
+
+def draw(points: list[Point]):
+    return curves(
+        "s7", points, "error", ("without a mean", "with a mean"), "K", "% of the product",
+        "S7: error of the tensor core's sum over K, the casts' error left out", log_x=True, log_y=True, limit=LIMIT,
+    )  # fmt: skip
+
+
+LIMIT = 1.0
+STRESS = Stress(
+    "S7",
+    "Accumulation",
+    "One GEMM of E4M3 operands, beside the same numbers' product in FP64. Judged: the error of the sum; at most 1 %, "
+    "about a quarter of what the casts have.",
+    {f"{case}, K {k}": LIMIT for k in {*REAL_K, *TOY_K} for case in ("without a mean", "with a mean")},
+    "% of the product",
+    measure,
+    draw,
+)

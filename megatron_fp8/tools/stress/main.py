@@ -1,0 +1,106 @@
+"""`megatron-fp8 lab stress`: plants eight troubles, and says which recipes of FP8 are fragile under which.
+
+    megatron-fp8 lab stress --store stress.csv --out page              everything, one seed
+    megatron-fp8 lab stress --only S2,S5 --seeds 1-4 --minutes 10 --store stress.csv
+    megatron-fp8 lab stress --minutes 0 --store stress.csv --out page  only the page
+
+A stress and seed are measured together and appended to the store; what is there is not measured again. Seeds come
+first, then stresses: if the time runs out, all stresses have about as many seeds. Several processes may work on one
+store, with other seeds each. On a GPU the models are small, but real; without one they are toys.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import re
+import time
+import traceback
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ...errors import UserError
+from ...version import commit
+
+NAMES = tuple(f"S{number}" for number in range(1, 9))
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `megatron-fp8 lab stress`."""
+    parser.add_argument("--store", required=True, metavar="FILE", help="a CSV file of all numbers; made, or appended to")
+    parser.add_argument("--out", metavar="DIR", help="write stress.html, stress.md and figures/ there; made if missing")
+    parser.add_argument("--only", metavar="S1,...", help=f"these stresses (all: {', '.join(NAMES)})")
+    parser.add_argument("--seeds", default="1", metavar="N-M", help="one seed, several (1,3), or a range (1-4); 1")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many; 0: only the page")
+
+
+def run(args: Namespace) -> int:
+    """Measure what is missing; write the page. Returns 1 if a stress ended in an error."""
+    names, seeds, store = _names(args.only), _seeds(args.seeds), Path(args.store)
+    if not args.minutes >= 0:
+        raise UserError(f"--minutes {args.minutes:g}: use 0 or more")
+    if store.is_dir():
+        raise UserError(f"--store {store}: is a folder; name a file")
+    from .every import SUITE
+    from .page import lines, sections
+    from .store import read
+
+    known = {(point.stress, point.seed) for point in read(store)}
+    chosen = [stress for stress in SUITE if stress.name in names]
+    missing = [(s, seed) for seed in seeds for s in chosen if (s.name, seed) not in known]
+    failed = _measure(missing, store, 60 * args.minutes) if missing and args.minutes else 0
+    points = read(store)
+    print("\n".join(lines(SUITE, points)))
+    if args.out and points:
+        from ..lab.report.main import write
+
+        (Path(args.out) / "figures").mkdir(parents=True, exist_ok=True)
+        print(f"written: {', '.join(map(str, write(Path(args.out), 'stress', 'Stress suite', sections(SUITE, points))))}")
+    return int(failed > 0)
+
+
+def _measure(missing: list, store: Path, seconds: float) -> int:
+    """Measure stresses and seeds, as many as begin in time. Returns how many ended in an error."""
+    from .network import alone, device_name
+    from .store import append
+    from .suite import Point
+
+    began, failed, version = time.monotonic(), 0, commit() or "commit not known"
+    logging.disable(logging.WARNING)  # Megatron's, once a model
+    with alone():
+        for done, (stress, seed) in enumerate(missing):
+            if time.monotonic() - began > seconds:
+                print(f"time is up: {len(missing) - done} of {len(missing)} are left; the same command goes on")
+                break
+            at, said = time.monotonic(), io.StringIO()
+            try:
+                with contextlib.redirect_stdout(said):  # a line a model
+                    found = list(stress.measure(seed))
+            except Exception:
+                failed += 1
+                print(f"{stress.name} seed {seed}: ended in an error; the others go on\n{traceback.format_exc()}")
+                continue
+            append(store, [Point(stress.name, seed, one, device_name(), version) for one in found])
+            print(f"{stress.name} seed {seed}: {len(found)} numbers in {time.monotonic() - at:.0f} s", flush=True)
+    return failed
+
+
+def _names(only: str | None) -> set[str]:
+    """The stresses of --only."""
+    if only is None:
+        return set(NAMES)
+    names = {name.strip().upper() for name in only.split(",")}
+    if unknown := sorted(names - set(NAMES)):
+        raise UserError(f"--only {only}: no stress {', '.join(unknown)!s}; use {', '.join(NAMES)}")
+    return names
+
+
+def _seeds(text: str) -> list[int]:
+    """The seeds of --seeds: "3", "1,2,5", "1-4"."""
+    found: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        if ends is None or int(ends[1]) > int(ends[2] or ends[1]):
+            raise UserError(f"--seeds {text}: use a seed, several (1,3), or a range (1-4)")
+        found += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+    return list(dict.fromkeys(found))
