@@ -7,8 +7,8 @@ product is that of the same FP8 numbers in FP64, so the casts' error is not in i
     error = |C - exact| / |exact|        gain = <C, exact> / |exact|^2
 
 With a mean (both operands positive, as an activation function's output can be) partial sums grow with K instead of its
-root, and truncation has one sign. Without a GPU the 14 bits are emulated: 32 products are added exactly, and the running
-sum is cut to 14 significant bits. Judged is the error; E4M3's own rounding is 3.7 %.
+root, and truncation has one sign. Without a GPU the 14 bits are emulated: 32 products are added exactly, and the
+running sum is cut to 14 significant bits. Judged is the error; E4M3's own rounding is 3.7 %.
 """
 
 import functools

@@ -1,17 +1,18 @@
 """S3: activations that jump from one batch to the next, which a delayed scale clips.
 
-A delayed scale is made for the largest number of earlier steps (numerics/scaling.py). What is larger saturates. A margin
-of m leaves room for a factor 2^m; a history with its maximum remembers the last jump; a tensor's own amax never clips.
+A delayed scale is made for the largest number of earlier steps (numerics/scaling.py). What is larger saturates. A
+margin of m leaves room for a factor 2^m; a history with its maximum remembers the last jump; a tensor's own amax never
+clips.
 
 Three ways to see it:
 
 1. Operands. fc2's inputs of a trained model are cast batch by batch with each recipe's scale. In every PERIOD-th batch
-   FEW elements become k times the largest number of the batch before. The error is that of x W^T, |q(x) W^T - x W^T| /
-   |x W^T|, of the worst batch; W is not rounded. k = 1 plants nothing: then what is clipped is chance alone.
-2. Gradients. The embedding's, batch by batch of text at a trained state, beside BF16's: the gain over all batches. What
-   dgrad clips is lost from the largest gradients.
-3. Training. Every PERIOD-th batch is of another kind: random bytes, or one byte over and over. In one step the embedding
-   is ten times as large. Compared with BF16 on the same batches: the loss in the batches that follow a jump.
+   FEW elements become k times the largest number of the batch before. The error is |q(x) W^T - x W^T| / |x W^T|,
+   of the worst batch; W is not rounded. k = 1 plants nothing: then what is clipped is chance alone.
+2. Gradients. The embedding's, batch by batch of text at a trained state, beside BF16's: the gain over all batches.
+   What dgrad clips is lost from the largest gradients.
+3. Training. Every PERIOD-th batch is of another kind: random bytes, or one byte over and over. In one step the
+   embedding is ten times as large. Compared with BF16 on the same batches: the loss in those that follow a jump.
 
 Judged: the operands' error without planting and at k = 4, the gradients' gain, and the loss after jumps.
 """
@@ -32,7 +33,8 @@ from .suite import JUDGED, Found, Point, Stress, gain_and_error, per_cent
 ARMS = BF16, O3, MARGIN, HISTORY, BOTH, LONG, CURRENT, AS_TE_DELAYED, AS_TE_CURRENT, AS_PAPER
 DIAL = (1, 2, 4, 8, 16, 64)
 PERIOD, FEW, AFTER = 8, 4, 3
-SCALES = {  # name: history, algorithm, margin; None: of its own amax
+type Scale = tuple[int, str, int]
+SCALES: dict[str, Scale | None] = {  # name: history, algorithm, margin; None: of its own amax
     "O3": (1, "most_recent", 0),
     "O3, margin 1": (1, "most_recent", 1),
     "O3, margin 2": (1, "most_recent", 2),
@@ -55,12 +57,12 @@ class Inputs(Observer):
             self.seen.setdefault(f"layer {weight.layer_number}", []).append(x.detach().clone())
 
 
-def errors(inputs: list[torch.Tensor], weight: torch.Tensor, scale: tuple | None, k: float) -> list[float]:
+def errors(inputs: list[torch.Tensor], weight: torch.Tensor, scale: Scale | None, k: float) -> list[float]:
     """Per cent that x W^T is off, of each batch's x (M, K) after the first, with W (N, K) as it is.
 
     scale: as in SCALES. k: the plant; 1 leaves the batches as they are.
     """
-    delayed = DelayedScaling([E4M3], *scale, inputs[0].device) if scale is not None else None
+    delayed = None if scale is None else DelayedScaling([E4M3], *scale, device=inputs[0].device)
     found, before = [], inputs[0].abs().amax().float()
     for number, x in enumerate(inputs):
         x, own = x.float(), x.abs().amax().float()
@@ -86,11 +88,11 @@ def operands(seed: int) -> Iterator[Found]:
     with network(BF16, seed, Training(lr=1e-4), weights) as net:
         net.engine.events.subscribe(look)
         net.train(batches(seed + 2000, 4 * PERIOD))
-    read = {name: value.float() for name, value in weights.items() if name.endswith("linear_fc2.weight")}
+    read = [value.float() for name, value in weights.items() if name.endswith("linear_fc2.weight")]
     for k in DIAL:
         for arm, scale in SCALES.items():
             every = []
-            for (name, weight), seen in zip(read.items(), look.seen.values(), strict=True):
+            for weight, seen in zip(read, look.seen.values(), strict=True):
                 every += errors(seen, weight, scale, k)
             case = "operands, worst batch"
             yield Found(arm, case, k, "error", max(every))
@@ -100,7 +102,8 @@ def operands(seed: int) -> Iterator[Found]:
 
 def gradients(seed: int) -> Iterator[Found]:
     """The second way. The first batch only fills the delayed scales."""
-    data, exact = batches(seed + 5000, 1 + 2 * PERIOD), []
+    data = batches(seed + 5000, 1 + 2 * PERIOD)
+    exact: list[torch.Tensor] = []
     for arm in ARMS:
         with network(arm, seed, weights=trained(seed)) as net:
             found = [gradient.clone() for gradient in net.gradients(data)][1:]
@@ -164,12 +167,12 @@ LIMITS = {"as they come": 5.0, "jump of 4": 10.0, "gradients as they come": 5.0,
 STRESS = Stress(
     "S3",
     "Jumps",
-    "fc2's inputs of a trained model are cast with scales of earlier batches. Judged: the worst batch's error of the "
-    "product, as they come (at most 5 %, twice E4M3's rounding) and if four elements become four times the largest of "
-    "the batch before (at most 10 %). How far the gain of the embedding's gradients is from 1, over batches of text (at "
-    "most 5 %). Then training in which every eighth batch is random bytes or one byte over and "
-    "over, and the embedding is ten times as large for a step: the loss above BF16's in the three batches after a jump; "
-    "at most 1 %.",
+    "fc2's inputs of a trained model are cast with scales of earlier batches. Judged: the worst batch's error of "
+    "the product, as they come (at most 5 %, twice E4M3's rounding) and if four elements become four times the "
+    "largest of the batch before (at most 10 %). How far the gain of the embedding's gradients is from 1, over "
+    "batches of text (at most 5 %). Then training in which every eighth batch is random bytes or one byte over "
+    "and over, and the embedding is ten times as large for a step: the loss above BF16's in the three batches "
+    "after a jump; at most 1 %.",
     LIMITS,
     "%",
     measure,

@@ -11,7 +11,6 @@ store, with other seeds each. On a GPU the models are small, but real; without o
 
 import contextlib
 import io
-import logging
 import math
 import re
 import time
@@ -27,7 +26,7 @@ NAMES = tuple(f"S{number}" for number in range(1, 9))
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 lab stress`."""
-    parser.add_argument("--store", required=True, metavar="FILE", help="a CSV file of all numbers; made, or appended to")
+    parser.add_argument("--store", required=True, metavar="FILE", help="CSV file of all numbers; made, or appended to")
     parser.add_argument("--out", metavar="DIR", help="write stress.html, stress.md and figures/ there; made if missing")
     parser.add_argument("--only", metavar="S1,...", help=f"these stresses (all: {', '.join(NAMES)})")
     parser.add_argument("--seeds", default="1", metavar="N-M", help="one seed, several (1,3), or a range (1-4); 1")
@@ -54,8 +53,9 @@ def run(args: Namespace) -> int:
     if args.out and points:
         from ..lab.report.main import write
 
-        (Path(args.out) / "figures").mkdir(parents=True, exist_ok=True)
-        print(f"written: {', '.join(map(str, write(Path(args.out), 'stress', 'Stress suite', sections(SUITE, points))))}")
+        folder = Path(args.out)
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        print(f"written: {', '.join(map(str, write(folder, 'stress', 'Stress suite', sections(SUITE, points))))}")
     return int(failed > 0)
 
 
@@ -66,7 +66,6 @@ def _measure(missing: list, store: Path, seconds: float) -> int:
     from .suite import Point
 
     began, failed, version = time.monotonic(), 0, commit() or "commit not known"
-    logging.disable(logging.WARNING)  # Megatron's, once a model
     with alone():
         for done, (stress, seed) in enumerate(missing):
             if time.monotonic() - began > seconds:

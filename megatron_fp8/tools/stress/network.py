@@ -11,13 +11,14 @@ import logging
 import math
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ... import cpu, plugin
+from .recipes import BF16, Arm
 
 VOCABULARY = 256  # bytes
 HELD_OUT = 0.1  # of the text, at its end
@@ -93,24 +94,6 @@ def as_batch(sequences: torch.Tensor) -> Batch:
     """Tokens and labels of sequences (b, s + 1)."""
     sequences = sequences.long()
     return sequences[:, :-1].cuda(), sequences[:, 1:].cuda()
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A recipe: a level with flags, as `megatron_fp8.enable` takes them, or Transformer Engine's.
-
-    Attributes:
-        name: in tables and figures.
-        level, flags: of ours. level None: stock with Transformer Engine's layers; flags are TransformerConfig's.
-    """
-
-    name: str
-    level: str | None
-    flags: dict[str, Any] = field(default_factory=dict)
-
-    def but(self, name: str, **flags: Any) -> "Arm":
-        """The same recipe with other flags."""
-        return Arm(name, self.level, {**self.flags, **flags})
 
 
 @dataclass(frozen=True)
@@ -219,8 +202,6 @@ class Network:
 @functools.cache
 def trained(seed: int) -> dict[str, torch.Tensor]:
     """Weights after `size().steps` steps in BF16: what most stresses plant their trouble in."""
-    from .recipes import BF16
-
     with network(BF16, seed) as net:
         net.train(batches(seed, size().steps), warm_up=size().steps // 10)
         return net.weights()
@@ -269,8 +250,9 @@ def _model(arm: Arm, training: Training):
     else:
         spec = specs.get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=training.qk_norm)
     return GPTModel(
-        config, spec, VOCABULARY, shape.length, position_embedding_type="rope", share_embeddings_and_output_weights=False
-    )
+        config, spec, VOCABULARY, shape.length, position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )  # fmt: skip
 
 
 def _seeded(seed: int) -> None:
@@ -287,6 +269,8 @@ def alone() -> Iterator[None]:
         cpu.install()
     from megatron.core import parallel_state
 
+    said = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # Megatron's, once a model
     if not cpu.needed():
         torch.cuda.set_device(0)
     torch.distributed.init_process_group(
@@ -298,6 +282,8 @@ def alone() -> Iterator[None]:
     finally:
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+        logging.disable(said)
+        cpu.uninstall()
 
 
 @contextlib.contextmanager

@@ -6,11 +6,11 @@ computes the same bits at any k:
     SwiGLU    y = W2 (silu(Wg x) * (Wu x)):    row i of Wu times k, column i of W2 by k    outliers in fc2's input
     norm      W1 (g * x / |x|):                g_i times k, column i of W1 by k            outliers in fc1's input
 
-CHANNELS of each layer are planted, with most of the layer in their shadow: one scale a tensor must hold the outlier and
-all others. Smooth-SwiGLU (arXiv 2409.12517) is the same identity, used to take outliers out.
+CHANNELS of each layer are planted, and the rest of the layer is in their shadow: one scale a tensor must hold the
+outliers and all others. Smooth-SwiGLU (arXiv 2409.12517) is the same identity, used to take outliers out.
 
-Measured at a trained state, without updates (the rate is 0, and two steps fill the delayed scales): the loss on held-out
-text above that of BF16 at the same k. Then after STEPS updates, likewise. Judged is the loss before updates at k =
+Measured at a trained state, without updates (the rate is 0, and two steps fill the delayed scales): the loss on
+held-out text above that of BF16 at the same k. Then after STEPS updates, likewise. Judged is the loss before updates at k =
 JUDGED_AT: no seed's luck is in it.
 """
 
@@ -87,8 +87,8 @@ LIMIT = 1.0
 STRESS = Stress(
     "S2",
     "Outliers that stay",
-    f"{CHANNELS} channels of each layer get numbers k times as large, and what they are multiplied with is divided by k: "
-    f"the function is the same, and BF16 computes the same bits. Judged at k = {JUDGED_AT}, before any update: the "
+    f"{CHANNELS} channels of each layer get numbers k times as large, and what they are multiplied with is divided by "
+    f"k: the function is the same, and BF16 computes the same bits. Judged at k = {JUDGED_AT}, before any update: the "
     "held-out loss above BF16's; at most 1 %.",
     dict.fromkeys(PLANTS, LIMIT),
     "% of the loss",

@@ -6,9 +6,9 @@ from ..lab.report.document import Section, Table, between, counted, number
 from .suite import JUDGED, Point, Stress, Verdict, verdicts, worst
 
 _WORDS = (
-    "An arm is as good as its worst case. Fragile: the 95 % interval of the mean over seeds is above the limit, or each "
-    "of three seeds or more is. Robust: the interval and every seed are below it. Open: neither, more seeds would tell. "
-    "Above, below: of one seed. Empty: not measured."
+    "An arm is as good as its worst case. Fragile: the 95 % interval of the mean over seeds is above the limit, or "
+    "each of three seeds or more is. Robust: the interval and every seed are below it. Open: neither, more seeds would "
+    "tell. Above, below: of one seed. Empty: not measured."
 )
 
 

@@ -72,8 +72,9 @@ def draw(points: list[Point]):
 STRESS = Stress(
     "S5",
     "Second moment",
-    f"Gradients stay as they are, or become {FACTOR:g} times smaller or larger from one step to the next. All other states are FP32. "
-    "Judged: how far the update's norm is from that of an FP32 second moment when that has followed; at most 10 %.",
+    f"Gradients stay as they are, or become {FACTOR:g} times smaller or larger from one step to the next. All other "
+    "states are FP32. Judged: how far the update's norm is from that of an FP32 second moment when that has followed; "
+    "at most 10 %.",
     dict.fromkeys(CASES, 10.0),
     "% of the update",
     measure,

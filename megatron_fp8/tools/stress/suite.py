@@ -7,13 +7,13 @@ same numbers and see the same data. What it measures are Points. Those of the qu
     robust     the interval lies below the limit, and every seed does
     open       neither: more seeds would tell
 
-With one seed there is no interval, and the verdict is "above" or "below", with the seed's value alone. A case is one way
-to plant; an arm is as good as its worst case.
+With one seed there is no interval, and the verdict is "above" or "below", of the seed's value alone. A case is one
+way to plant; an arm is as good as its worst case.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +48,7 @@ class Point(NamedTuple):
     commit: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stress:
     """One plant, its measure and its picture.
 
@@ -68,7 +68,7 @@ class Stress:
     limits: dict[str, float]
     unit: str
     measure: Callable[[int], Iterator[Found]]
-    draw: Callable[[list[Point]], Picture] = field(compare=False)
+    draw: Callable[[list[Point]], Picture]
 
 
 class Verdict(NamedTuple):

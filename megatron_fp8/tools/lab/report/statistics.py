@@ -19,6 +19,10 @@ non-central t with n - 1 degrees and centre sqrt(n) gap / sd. "Detectable" is th
 The interval of a gap is the t-test's: mean(d) -+ t sd(d) / sqrt(n), all gaps that the test does not tell from the one
 seen. It says what remains possible if the test sees nothing.
 
+Equivalence.  A test that sees nothing does not show that there is nothing. Two one-sided t-tests (TOST) do: if both
+reject at 5 %, the gap lies within -+bound. `equivalence` is the larger of their two p. Its power, if the true gap is 0,
+is P(|mean| < bound - t s / sqrt(n)): exact in the normal mean, summed over quantiles of s.
+
 Bands.  Seeds are drawn again with replacement, RESAMPLES times, by a generator with a fixed seed; a band is the middle
 95 % of the means. All arms of a seed are drawn together, so a band of differences has the pairs' precision. With few
 seeds it is too narrow, by at least 1 - sqrt((n - 1) / n) (n = 8: 6 %); the t-test beside it is not.
@@ -34,6 +38,7 @@ from scipy import optimize, stats
 CONFIDENCE = 0.95
 POWER = 0.8
 RESAMPLES = 2000
+_QUANTILES = 2000
 _SAME = 1e-9
 _TIE = 1 + 1e-7  # tolerance for rounding: tables as likely as the one seen count as no likelier
 
@@ -113,6 +118,35 @@ def t_interval(found: Paired) -> Interval:
         return Interval(math.nan, math.nan)
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, found.n - 1)) * found.deviation / math.sqrt(found.n)
     return Interval(found.mean - half, found.mean + half)
+
+
+def equivalence(found: Paired, bound: float) -> float:
+    """p of the hypothesis that the gap is at least `bound` large, of either sign (TOST); NaN for n < 2."""
+    if found.n < 2:
+        return math.nan
+    error = found.deviation / math.sqrt(found.n)
+    if error == 0:
+        return float(abs(found.mean) >= bound)
+    return float(stats.t.sf((bound - abs(found.mean)) / error, found.n - 1))
+
+
+def equivalence_power(effect: float, n: int, alpha: float = 1 - CONFIDENCE) -> float:
+    """The power of TOST, if the gap is 0 and the bound is `effect` standard deviations of a pair's difference."""
+    limit = stats.t.ppf(1 - alpha, n - 1)
+    spread = (stats.chi2.ppf((np.arange(_QUANTILES) + 0.5) / _QUANTILES, n - 1) / (n - 1)) ** 0.5
+    room = np.clip(effect - limit * spread / math.sqrt(n), 0, None) * math.sqrt(n)
+    return float((2 * stats.norm.cdf(room) - 1).mean())
+
+
+def equivalence_seeds(effect: float, power: float = 0.9, most: int = 10_000) -> int | None:
+    """How many pairs TOST needs for this power, `effect` as above; None: more than `most`."""
+    low, high = 2, most
+    if not effect > 0 or equivalence_power(effect, most) < power:
+        return None
+    while high - low > 1:  # the power grows with n
+        middle = (low + high) // 2
+        low, high = (low, middle) if equivalence_power(effect, middle) >= power else (middle, high)
+    return high
 
 
 def fisher_rejects(total: int, other_total: int, alpha: float = 1 - CONFIDENCE) -> np.ndarray:
