@@ -10,8 +10,8 @@ CHANNELS of each layer are planted, and the rest of the layer is in their shadow
 outliers and all others. Smooth-SwiGLU (arXiv 2409.12517) is the same identity, used to take outliers out.
 
 Measured at a trained state, without updates (the rate is 0, and two steps fill the delayed scales): the loss on
-held-out text above that of BF16 at the same k. Then after STEPS updates, likewise. Judged is the loss before updates at k =
-JUDGED_AT: no seed's luck is in it.
+held-out text above that of BF16 at the same k. Then after STEPS updates, likewise. Judged is the loss before updates at
+k = JUDGED_AT: no seed's luck is in it.
 """
 
 from collections.abc import Iterator

@@ -1,0 +1,323 @@
+"""Write docs/evidence.md: every claim of accuracy, from the committed results alone.
+
+python tools/make_evidence_doc.py            write it
+python tools/make_evidence_doc.py --check    exit 1 if it is not what the results say
+
+A minute, most of it to open the stores. A gap is an arm's loss less the reference's with the same seed, in per cent of
+the reference's mean loss.
+"""
+
+import csv
+import lzma
+import math
+import statistics
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from made_page import write_or_check
+from make_flags_doc import table
+
+from megatron_fp8.metrics import LOSS
+from megatron_fp8.tools.lab.report.results import Result, Results
+from megatron_fp8.tools.lab.report.statistics import (
+    detectable_gap,
+    detectable_rate,
+    equivalence,
+    equivalence_seeds,
+    fisher,
+    paired,
+    t_interval,
+    wilson,
+)
+from megatron_fp8.tools.lab.sweep.store import Store
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "evidence.md"
+RESULTS = ROOT / "benchmarks" / "results"
+BOUND = 0.5  # per cent: two losses that differ by less are called equal
+FEW = 4  # seeds: a spread of fewer decides nothing, whatever a test says
+LAST = 100  # steps whose training loss is averaged
+INTRODUCTION = f"""\
+# Evidence on accuracy
+
+*Written by `python tools/make_evidence_doc.py` from benchmarks/results: change those, or that file.*
+
+After this page you know every claim that this project makes of its losses, and how far each is known. It is for those
+who have to decide if FP8 is as good as BF16. [levels.md](levels.md#what-is-known-of-the-loss) says the same in words.
+
+| column | |
+|---|---|
+| gap | loss less the reference's with the same seed and data: mean over seeds, in per cent of the reference's loss |
+| interval | 95 %, of the t-test: what remains possible |
+| seen | the smallest gap that this test would have seen with probability 0.8: a smaller one may have been missed |
+| within {BOUND:g} % | two one-sided tests at 5 % (TOST): yes, if both show that the gap is within -+{BOUND:g} %; no, \
+if the interval lies outside; else not shown. With fewer than {FEW} seeds the test decides nothing here |
+| needed | seeds with which that test would say yes, power 0.9, if the true gap is 0 and the spread is this one |
+
+Rows that share a reference share its runs: they are not independent. With so many tests, one in twenty says "yes", or
+gives an interval without 0, by chance. Nothing of one model is known of another by this.
+"""
+UNKNOWN = """\
+- Training of more than 26 M tokens: no losses of longer runs, or of models of more than 125 M parameters, were
+  compared. Divergence after 200 billion tokens (arXiv 2409.12517) is out of reach.
+- Quality on downstream tasks: none was measured.
+- FP8 gradients over many ranks: two ranks in the first table, simulated ones in [gradients.md](gradients.md).
+"""
+
+
+class Gap(NamedTuple):
+    """Losses of two arms, seed by seed: {seed: nats}."""
+
+    arm: str
+    reference: str
+    ours: dict[int, float]
+    theirs: dict[int, float]
+
+    def differences(self) -> np.ndarray:
+        """Per cent of the reference's mean loss, of the seeds that both have."""
+        seeds = sorted(self.ours.keys() & self.theirs.keys())
+        base = statistics.mean(self.theirs[seed] for seed in seeds) if seeds else math.nan
+        return np.array([100 * (self.ours[seed] - self.theirs[seed]) / base for seed in seeds])
+
+    def row(self) -> list[str]:
+        """The cells of the page's table."""
+        found = paired(self.differences())
+        low, high = t_interval(found)
+        if found.n < 2:
+            return [self.arm, self.reference, str(found.n), signed(found.mean), "-", "-", "too few seeds", "-"]
+        p = equivalence(found, BOUND)
+        outside = low > BOUND or high < -BOUND
+        verdict = f"yes (p {p:.4f})" if p < 0.05 else "no" if outside else "not shown"
+        needed = equivalence_seeds(BOUND / found.deviation) if found.deviation else None
+        if found.n < FEW:
+            verdict, needed = "too few seeds", None
+        seen = f"{detectable_gap(found.deviation, found.n):.2f} %"
+        between = f"{low:+.2f} to {high:+.2f} %"
+        return [self.arm, self.reference, str(found.n), signed(found.mean), between, seen, verdict, str(needed or "-")]
+
+
+def signed(per_cent: float) -> str:
+    return "-" if math.isnan(per_cent) else f"{per_cent:+.2f} %"
+
+
+def gaps(rows: Iterable[Gap]) -> str:
+    heads = ("arm", "compared with", "seeds", "gap", "interval", "seen", f"within {BOUND:g} %", "needed")
+    return table(heads, [gap.row() for gap in rows])
+
+
+# ---- a model of 85 M parameters on real text
+
+
+def read(name: str) -> list[dict[str, str]]:
+    """A CSV's rows."""
+    csv.field_size_limit(10**8)
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def real_text() -> Iterator[Gap]:
+    """The last hundred steps' training loss, and the held-out loss, of the runs of 800 steps; the last row counts."""
+    curves = {
+        (row["arm"], int(row["seed"])): [float(loss) for loss in row["losses"].split()]
+        for row in read("real_text.csv")
+        if row["steps"] == "800"
+    }
+    names = {
+        "O0": "BF16, stock's layers",
+        "O0, TE": "BF16, TE's layers",
+        "TE": "TE's FP8",
+        "O3, all": "O3 with FP8 head, activations, gradients",
+    }
+    for arm, reference in (
+        *(("O2", "O0, TE"), ("O3", "O0, TE"), ("O3, all", "O0, TE"), ("TE", "O0, TE")),
+        *(("O3", "TE"), ("O3, all", "O0"), ("O0", "O0, TE")),
+    ):
+        seeds = sorted(seed for name, seed in curves if name == arm and (reference, seed) in curves)
+        end = min(len(curves[name, seed]) for name in (arm, reference) for seed in seeds)
+        ours, theirs = (
+            {seed: statistics.mean(curves[name, seed][end - LAST : end]) for seed in seeds} for name in (arm, reference)
+        )
+        until = "" if end == 800 else f", to step {end}"
+        yield Gap(names.get(arm, arm) + until, names[reference], ours, theirs)
+
+
+# ---- stores
+
+
+def opened(name: str, folder: str) -> Results:
+    """The judged runs of a committed store."""
+    path = Path(folder) / f"{name}.sqlite"
+    path.write_bytes(lzma.decompress((RESULTS / f"lab/{name}.sqlite.xz").read_bytes()))
+    store = Store(str(path))
+    try:
+        return Results(store)
+    finally:
+        store.close()
+
+
+def last_steps(run: Result) -> float:
+    """Mean training loss of a run's last hundred steps."""
+    return float(run.series[LOSS][1][-LAST:].mean())
+
+
+def of_store(results: Results, loss) -> Iterator[tuple[float, Gap]]:
+    """(learning rate, gap) of each cell of a store against its baseline's."""
+    base = {cell.rate: runs for cell, runs in results.cells() if cell.arm == results.baseline}
+    for cell, runs in results.cells():
+        if cell.arm != results.baseline:
+            ours, theirs = ({run.row.seed: loss(run) for run in some} for some in (runs, base[cell.rate]))
+            yield cell.rate, Gap(cell.arm, results.baseline, ours, theirs)
+
+
+def falls(results: Results, references: Sequence[str]) -> str:
+    """How many runs of each arm diverged, by rate."""
+    count = {
+        (cell.rate, cell.arm): (sum(run.divergence is not None for run in runs), len(runs))
+        for cell, runs in results.cells()
+    }
+    rows = []
+    for (rate, arm), (fallen, runs) in count.items():
+        low, high = wilson(fallen, runs)
+        p = [
+            "-" if arm == other or (rate, other) not in count else f"{fisher(fallen, runs, *count[rate, other]):.3f}"
+            for other in references
+        ]
+        between, least = f"{100 * low:.0f} to {100 * high:.0f} %", f"{100 * detectable_rate(runs, runs):.0f} %"
+        rows.append([f"{rate:g}", arm, f"{fallen} of {runs}", between, *p, least])
+    heads = ["rate", "arm", "fell", "interval", *(f"p against {other}" for other in references), "told from 0 at"]
+    return table(heads, rows)
+
+
+# ---- others
+
+
+def tensor_sums() -> Iterator[Gap]:
+    """Held-out loss with tensor-parallel sums in FP8; the last row of each run counts."""
+    of: dict[tuple[str, str], dict[int, float]] = {}
+    for row in read("tp_sums_train.csv"):
+        of.setdefault((row["tp"], row["arm"]), {})[int(row["seed"])] = float(row["heldout_loss"])
+    for (tp, arm), losses in sorted(of.items()):
+        reference = "O3, bf16" if arm.startswith("O3,") and arm != "O3, bf16" else "stock BF16"
+        if arm != reference and losses.keys() & of.get((tp, reference), {}).keys():
+            yield Gap(f"TP {tp}: {arm}", reference, losses, of[tp, reference])
+
+
+def storage() -> Iterator[Gap]:
+    """Mean training loss of the last 20 steps that all have, by the storage of 128 micro-batches' gradients."""
+    curves = {
+        (row["system"], int(row["seed"])): [float(loss) for loss in row["losses"].split()]
+        for row in read("grad_storage.csv")
+    }
+    end = min(map(len, curves.values()))
+    of: dict[str, dict[int, float]] = {}
+    for (system, seed), losses in curves.items():
+        of.setdefault(system, {})[seed] = statistics.mean(losses[end - 20 : end])
+    for system in ("O1 fp8", "O1 bf16", "O0"):
+        yield Gap({"O0": "stock BF16"}.get(system, system), "O1 fp32", of[system], of["O1 fp32"])
+
+
+def table6() -> Iterator[Gap]:
+    """Held-out loss of FP8-LM's Table 6 in miniature."""
+    held: dict[tuple[str, float], dict[int, float]] = {}
+    for row in read("table6.csv"):
+        if row["heldout"]:
+            held.setdefault((row["arm"], float(row["lr"])), {})[int(row["seed"])] = float(row["heldout"])
+    for (arm, rate), losses in held.items():
+        if arm != "0":
+            name = arm if arm.startswith("O") else f"#{arm}"
+            yield Gap(f"{name}, rate {rate:g}", "#0, FP32", losses, held["0", rate])
+
+
+def stress() -> str:
+    """The stress suite's verdicts, if its store is there."""
+    from megatron_fp8.tools.stress.every import SUITE
+    from megatron_fp8.tools.stress.store import read as read_points
+    from megatron_fp8.tools.stress.suite import verdicts
+
+    points = read_points(RESULTS / "lab/stress.csv")
+    if not points:
+        return "Not run on a GPU yet.\n"
+    rows = [
+        [f"{s.name} {s.title}", v.case, v.arm, str(v.n), f"{v.mean:.3g}", f"{s.limits[v.case]:g} {s.unit}", v.word]
+        for s in SUITE
+        for v in verdicts(s, points)
+        if v.case in s.limits
+    ]
+    where = f"Measured on {', '.join(sorted({point.device for point in points}))}.\n\n"
+    return where + table(("stress", "case", "recipe", "seeds", "judged", "limit", "verdict"), rows)
+
+
+def page() -> str:
+    """The text of docs/evidence.md."""
+    with tempfile.TemporaryDirectory() as folder:
+        l0, levels, ramp, lottery = (opened(name, folder) for name in ("evidence_l0", "levels", "ramp", "lottery"))
+        of_l0 = [gap for _, gap in of_store(l0, last_steps)]
+        done = sum(len(runs) for _, runs in l0.cells())
+        of_levels = list(of_store(levels, lambda run: run.validation_loss))
+        by_rate = [gap._replace(arm=f"{gap.arm}, rate {rate:g}") for rate, gap in of_levels]
+        falls_in_ramp, falls_in_lottery = falls(ramp, ("FP32", "BF16")), falls(lottery, ("FP32",))
+    sections = {
+        "FP8 gradients sent over two ranks, GPT-125M, a real vocabulary": (
+            f"{done} of {len(l0.rows)} runs are done (configs/lab/evidence_l0.yaml); the others wait. Training loss of "
+            f'the last {LAST} of 800 steps, nats a token. "BF16 by halves" is BF16 with another order of sums: its gap '
+            "is chance. Two seeds, and for O3 one, show nothing.",
+            gaps(of_l0),
+        ),
+        "FP8 GEMMs and weights, 85 M parameters on Python source": (
+            "[real_text.csv](../benchmarks/results/real_text.csv): 800 steps of 32,768 bytes, training loss of the "
+            "last hundred steps that both have, nats a byte. Gradients were not sent, and stored in BF16 except in rows "
+            "that say FP8.",
+            gaps(real_text()),
+        ),
+        "Levels and learning rates, 3.4 M parameters": (
+            "[The store](../benchmarks/results/lab/levels.sqlite.xz): 300 steps, FP8 gradients in storage, held-out "
+            "loss, nats a byte. No gap from 0 stands after correction for nine tests.",
+            gaps(by_rate),
+        ),
+        "Divergence at rates that no one trains with": (
+            'A GPT-2 of 3.4 M parameters without clipping. "Told from 0 at" is the smallest rate of divergence that '
+            "Fisher's test tells from that of an arm that never falls, power 0.8. Runs of one seed are counted as "
+            "independent. The ramp, a warm-up over half of the run:",
+            falls_in_ramp,
+            "The lottery, almost no warm-up:",
+            falls_in_lottery,
+        ),
+        "States in few bits, 2.6 M parameters": (
+            "[table6.csv](../benchmarks/results/table6.csv), [what it shows](table6.md): 150 steps, held-out loss, "
+            "nats a byte.",
+            gaps(table6()),
+        ),
+        "Gradients of 128 micro-batches, 13 M parameters": (
+            "[grad_storage.csv](../benchmarks/results/grad_storage.csv): training loss of the last 20 steps that all "
+            "have, nats a byte.",
+            gaps(storage()),
+        ),
+        "Sums of tensor parallelism in FP8": (
+            "[tp_sums_train.csv](../benchmarks/results/tp_sums_train.csv): held-out loss, nats a byte.",
+            gaps(tensor_sums()),
+        ),
+        "The stress suite": ("[lab.md](lab.md#stress) says what is planted and what is judged.", stress()),
+        "What cannot be known from all this": (UNKNOWN,),
+    }
+    parts = [INTRODUCTION]
+    for title, content in sections.items():
+        parts += [f"## {title}", *map(wrapped, content)]
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def wrapped(part: str) -> str:
+    """A paragraph in lines of the pages' width; tables, lists and what has lines of its own as they are."""
+    return part if "\n" in part or part.startswith("#") else textwrap.fill(part, 120, break_on_hyphens=False)
+
+
+def main() -> int:
+    return write_or_check(PAGE, page(), "make_evidence_doc.py", __doc__.splitlines()[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
