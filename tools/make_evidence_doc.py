@@ -270,8 +270,8 @@ def page() -> str:
         ),
         "FP8 GEMMs and weights, 85 M parameters on Python source": (
             "[real_text.csv](../benchmarks/results/real_text.csv): 800 steps of 32,768 bytes, training loss of the "
-            "last hundred steps that both have, nats a byte. Gradients were not sent, and stored in BF16 except in rows "
-            "that say FP8.",
+            "last hundred steps that both have, nats a byte. Gradients were not sent, and stored in BF16 except in "
+            "rows that say FP8.",
             gaps(real_text()),
         ),
         "Levels and learning rates, 3.4 M parameters": (

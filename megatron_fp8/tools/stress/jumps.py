@@ -26,8 +26,8 @@ from ...engine.events import Observer
 from ...numerics.formats import E4M3, encode
 from ...numerics.scaling import DelayedScaling, compute_scale
 from .drawing import curves
-from .network import TOY, Batch, Training, as_batch, batches, network, size, trained
-from .recipes import AS_PAPER, AS_TE_CURRENT, AS_TE_DELAYED, BF16, BOTH, CURRENT, HISTORY, LONG, MARGIN, O3, with_te
+from .network import TOY, Batch, Training, as_batch, batches, network, size, trained, with_te
+from .recipes import AS_PAPER, AS_TE_CURRENT, AS_TE_DELAYED, BF16, BOTH, CURRENT, HISTORY, LONG, MARGIN, O3
 from .suite import JUDGED, Found, Point, Stress, gain_and_error, per_cent
 
 ARMS = BF16, O3, MARGIN, HISTORY, BOTH, LONG, CURRENT, AS_TE_DELAYED, AS_TE_CURRENT, AS_PAPER

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import math
+import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 
 from ... import cpu, plugin
-from .recipes import BF16, Arm
+from ...packages import installed
+from .recipes import BF16, TE_CURRENT, TE_DELAYED, Arm
 
 VOCABULARY = 256  # bytes
 HELD_OUT = 0.1  # of the text, at its end
@@ -197,6 +199,22 @@ class Network:
                 self.set_lr(self.training.lr * _share(step, steps, warm_up))
             losses.append(self.step(data[step * many : (step + 1) * many]))
         return losses
+
+
+def with_te(*arms: Arm) -> list[Arm]:
+    """The arms, and those of Transformer Engine's two recipes that train here."""
+    return [*arms, *(arm for arm in (TE_DELAYED, TE_CURRENT) if installed("transformer_engine") and _trains(arm))]
+
+
+@functools.cache
+def _trains(arm: Arm) -> bool:
+    """Whether a step with it works on this machine; if not, the reason is printed."""
+    try:
+        with network(arm, 1) as net:
+            return math.isfinite(net.step(batches(1, 1)))
+    except Exception as error:  # another package's, whose version we do not know
+        print(f"{arm.name}: left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return False
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import torch
 
 from .drawing import curves
-from .network import TOY, Training, batches, network, size, trained
-from .recipes import AS_PAPER, AS_TE_CURRENT, AS_TE_DELAYED, BF16, CURRENT, MARGIN, O3, WITHOUT_FC2, with_te
+from .network import TOY, Training, batches, network, size, trained, with_te
+from .recipes import AS_PAPER, AS_TE_CURRENT, AS_TE_DELAYED, BF16, CURRENT, MARGIN, O3, WITHOUT_FC2
 from .suite import JUDGED, Found, Point, Stress, per_cent
 
 DIAL = (1, 64, 1024, 4096, 16384, 65536, 262144)

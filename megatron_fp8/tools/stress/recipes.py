@@ -7,10 +7,8 @@ ours. If Transformer Engine is installed, it runs too.
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...packages import installed
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arm:
     """A recipe: a level with flags, as `megatron_fp8.enable` takes them, or Transformer Engine's.
 
@@ -50,8 +48,3 @@ AS_PAPER = Arm(
 _TE = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
 TE_DELAYED = Arm("TE, delayed", None, _TE)
 TE_CURRENT = Arm("TE, current", None, {"fp8": "hybrid", "fp8_recipe": "tensorwise"})
-
-
-def with_te(*arms: Arm) -> list[Arm]:
-    """The arms, and Transformer Engine's own two if it is installed."""
-    return [*arms, *([TE_DELAYED, TE_CURRENT] if installed("transformer_engine") else [])]

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .drawing import bars
-from .network import Training, batches, network, size
-from .recipes import BF16, CURRENT, MARGIN, O1, O3, with_te
+from .network import Training, batches, network, size, with_te
+from .recipes import BF16, CURRENT, MARGIN, O1, O3
 from .suite import JUDGED, Found, Point, Stress, per_cent
 
 USUAL = Training()
