@@ -75,6 +75,19 @@ def test_a_sweep_runs_everything_and_again_nothing(tmp_path):
     assert len(begun(tmp_path)) == 6
 
 
+def test_a_sweep_takes_what_fits_into_its_minutes(tmp_path):
+    """A run takes 0.6 s and more. The first is stopped in its middle and waits again; then none begins that would not
+    end in time."""
+    write(tmp_path, SLOW)
+    output = done(tmp_path, *SWEEP, "--jobs", "1", "--minutes", "0.005")
+    assert "stopping 1 runs; the same command continues" in output and "6 waiting" in output
+    assert output.splitlines()[-1] == "the time is spent: the same command goes on"
+    output = done(tmp_path, *SWEEP, "--jobs", "1", "--minutes", "0.05")
+    ended = output.count(": done")
+    assert ended < 6 and f"{6 - ended} waiting" in output and "spent" in output
+    assert done(tmp_path, *SWEEP, "--minutes", "60").splitlines()[-1] == "6 done"
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, str]:
     """The report of the sweep SLOW."""
@@ -283,6 +296,8 @@ def test_wrong_command_lines_are_one_line(tmp_path):
     for argv, message in (
         (["none.yaml", "--store", "s"], "none.yaml: No such file or directory; give a plan file"),
         (["plan.yaml", "--store", "s", "--jobs", "0"], "--jobs 0: use 1 or more"),
+        (["plan.yaml", "--store", "s", "--minutes", "0"], "--minutes 0: use a number above 0"),
+        (["plan.yaml", "--store", "s", "--minutes", "9", "--slurm", "print"], "no effect with --slurm; give the tasks"),
         (["plan.yaml", "--store", "s", "--sbatch", "-p x"], "has an effect only with --slurm"),
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-C 'a"], '--sbatch "-C \'a": a quote is not'),
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-p a\nb"], "on one line"),

@@ -67,6 +67,7 @@ def measure(seed: int) -> Iterator[Found]:
                     after = net.loss(held_out)
                 if base is None:
                     base = before, after
+                    yield Found(arm.name, plant, k, "loss", before)
                 gaps = per_cent(before, base[0]), per_cent(after, base[1])
                 yield Found(arm.name, plant, k, "gap", gaps[0])
                 yield Found(arm.name, f"{plant}, after {STEPS} updates", k, "gap", gaps[1])

@@ -2,6 +2,7 @@
 
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite                 on this machine
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --jobs 4        four runs at once
+    megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --minutes 20    as many runs as fit into the time
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --slurm print --sbatch="--gpus=1 --time=4:00:00"
 
 If the sweep ends for any reason (Ctrl-C, a lost connection, a power cut), the same command continues it: finished runs
@@ -15,6 +16,7 @@ instead of its suffix.
 """
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -51,6 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("plan", help="the plan; docs/lab.md lists its keys")
     parser.add_argument("--store", required=True, help="SQLite file of the runs and curves; made if it is missing")
     parser.add_argument("--jobs", type=int, help="runs at once, or with --slurm tasks (default: what fits; all runs)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many; begin only what should fit")
     parser.add_argument("--retry-failed", action="store_true", help="run failed runs again")
     parser.add_argument("--slurm", choices=("print", "submit"), help="print a job array's script, or submit it")
     parser.add_argument("--sbatch", default="", metavar="OPTIONS", help='Slurm options of a task: --sbatch="--gpus=1"')
@@ -61,6 +64,10 @@ def run(args: Namespace) -> int:
     plan = read_plan(args.plan)
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs}: use 1 or more")
+    if not args.minutes > 0:
+        raise UserError(f"--minutes {args.minutes:g}: use a number above 0")
+    if args.slurm and args.minutes < math.inf:
+        raise UserError(f"--minutes {args.minutes:g}: has no effect with --slurm; give the tasks a --time in --sbatch")
     split_words("--sbatch", args.sbatch)
     sbatch.check_options(args.sbatch)
     if args.sbatch and not args.slurm:
@@ -80,7 +87,8 @@ def run(args: Namespace) -> int:
             store.retry()
         if args.slurm:
             return _slurm(args, store)
-        return _Sweep(store, plan, args.jobs or _fitting(plan.processes), _gpus(plan.processes)).run()
+        jobs = args.jobs or _fitting(plan.processes)
+        return _Sweep(store, plan, jobs, _gpus(plan.processes), 60 * args.minutes).run()
     finally:
         store.close()
 
@@ -120,11 +128,16 @@ class _Active:
     place: int
     points: list[tuple[int, str, float]] = field(default_factory=list)
     written: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)
 
 
 class _Sweep:
-    def __init__(self, store: Store, plan: SweepPlan, jobs: int, gpus: list[str]):
+    """seconds: the time that there is. No run begins if the longest one of this sweep would not end in it; what still
+    runs at its end waits again."""
+
+    def __init__(self, store: Store, plan: SweepPlan, jobs: int, gpus: list[str], seconds: float = math.inf):
         self.store, self.plan, self.gpus = store, plan, gpus
+        self.end, self.longest, self.spent = time.monotonic() + seconds, 0.0, False
         self.folder = store.path.resolve().with_suffix(".runs")
         self.places = list(range(jobs))[::-1]  # the free ones
         self.active: list[_Active] = []
@@ -134,7 +147,7 @@ class _Sweep:
         self.code = code_version()
 
     def run(self) -> int:
-        """Work until no run waits, or a signal comes."""
+        """Work until no run waits, the time is spent, or a signal comes."""
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
         try:
             total = sum(self.counts.values()) * self.plan.steps
@@ -142,7 +155,10 @@ class _Sweep:
                 while not self.stopping and (self._start() or self.active):
                     self._follow(progress)
                     self._show(progress)
-                if self.stopping:
+                    if time.monotonic() >= self.end:
+                        self.spent = True
+                        break
+                if self.stopping or (self.spent and self.active):
                     progress.say(f"stopping {len(self.active)} runs; the same command continues")
         except OSError as error:  # such as no space for a run's folder or log
             raise UserError(f"{self.folder}: {error.strerror}; mend that, and the same command continues") from None
@@ -160,6 +176,9 @@ class _Sweep:
         """Start waiting runs while there are free places. Returns whether one was started."""
         started = False
         while self.places and not self.stopping and time.monotonic() >= self.look_again:
+            if time.monotonic() + self.longest >= self.end:
+                self.spent = True
+                break
             row = self.store.claim(self.code)
             if row is None:
                 self.look_again = time.monotonic() + _BEAT
@@ -213,6 +232,7 @@ class _Sweep:
         error = None
         if code == 0 and training.last > self.plan.steps - _interval(row) and LOSS in self.store.series(row.id):
             state = DONE
+            self.longest = max(self.longest, time.monotonic() - active.began)
         elif training.not_finite:
             state, error = NOT_FINITE, training.end()
         else:
@@ -257,7 +277,9 @@ class _Sweep:
         print(", ".join(f"{count} {state}" for state, count in counts.items() if count), flush=True)
         if counts[RUNNING]:
             print("the running ones belong to another sweep", flush=True)
-        if counts[WAITING] and not self.stopping:
+        if counts[WAITING] and self.spent:
+            print("the time is spent: the same command goes on")
+        elif counts[WAITING] and not self.stopping:
             print("the waiting ones are not in this plan: start a sweep with the plan that has them", flush=True)
         if counts[FAILED]:
             print("failed runs: `megatron-fp8 lab report` shows the ends of their logs; --retry-failed runs them again")
