@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, by >&- for example: no other file may get its descriptor
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-    with one_line_errors():
+    with one_line_errors(of_ranks=False):
         parser = argparse.ArgumentParser(prog="megatron-fp8", description="`megatron-fp8 VERB --help` explains a verb.")
         parser.add_argument("--version", action="store_true", help="print the version and its commit")
         add_verb(parser, VERBS)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from ..errors import UserError
-from ..flags.usage import PATIENCE
+from ..flags.told import PATIENCE
 
 _KEY = "megatron_fp8/failed"  # holds the rank
 

@@ -20,10 +20,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import PassingError, UserError, did_you_mean
+from . import told
 from .bounds import beyond
 from .stock_errors import remember_flags, stock_mistake, through_callback
 
-PATIENCE = 10  # seconds
 _LONG = 60  # characters
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 _AROUND_IT = re.compile(r"( when instantiating \w+)+$")  # Megatron's build_module adds this, once for each module
@@ -38,8 +38,10 @@ class Verb(NamedTuple):
 
 
 @contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(of_ranks: bool = True) -> Iterator[None]:
     """End the process with one line on stderr and exit code 2 for a user's mistake.
+
+    of_ranks: the process may be a rank of a run; of a mistake that all ranks meet rank 0 alone prints the line.
 
     A user's mistake is a UserError, or a check of Megatron's own that fails before the first step
     (flags/stock_errors.py). Any other exception is a bug, ours or another's, and passes through.
@@ -51,21 +53,20 @@ def one_line_errors() -> Iterator[None]:
         message = _AROUND_IT.sub("", str(error)) if ours else stock_mistake(error)
         if message is None:
             raise
-        if int(os.environ.get("RANK", "0")) > 0:
-            # All ranks meet the same mistake, so only rank 0 prints it. When it exits, torchrun ends the others.
-            # A rank that still runs after PATIENCE has met a mistake that rank 0 has not, and prints it.
-            time.sleep(PATIENCE)
         line = f"megatron_fp8: {_one_line(message)}"
-        if not ours and through_callback(error):
-            line = f"{traceback.format_exc()}\n{line}"
-        print(line, file=sys.stderr, flush=True)
+        if of_ranks and told.rank() and told.is_told(line):
+            sys.exit(2)
+        before = f"{traceback.format_exc()}\n" if not ours and through_callback(error) else ""
+        print(f"{before}{line}", file=sys.stderr, flush=True)
         if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # torchrun ends with a long report of its own; this makes the line its root cause. A job's script reads
             # "passing" there: whether a restart may help (scripts/slurm/train.sbatch).
             passing = isinstance(error, PassingError)
-            details = {"py_callstack": line, "timestamp": str(int(time.time())), "passing": passing}
+            details = {"py_callstack": before + line, "timestamp": str(int(time.time())), "passing": passing}
             with open(report, "w") as file:
-                json.dump({"message": {"message": line, "extraInfo": details}}, file)
+                json.dump({"message": {"message": before + line, "extraInfo": details}}, file)
+        if of_ranks and not told.rank():
+            told.tell(line)
         sys.exit(2)
 
 
