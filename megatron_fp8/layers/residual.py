@@ -17,6 +17,7 @@ The norm is the linear's, as in Transformer Engine, and where stock's layer has 
 takes a pair from a norm, its output and the residual. A `Fork` in that place lets the linear begin with its norm. It
 gives the residual to a `ResidualSum`, which stands where the layer has bias_dropout_add; f's last linear takes it
 there. The residual is not in a parcel (parcel.py): between an attention and its last linear stock makes new tensors.
+What no linear has taken when the layer's pass ends, as after an error, is offered no more (`Pass`).
 
 Left as they are: an MLP that is recomputed or done in pieces, of which the norm is a part; experts; latent attention;
 classes that are not ours; modules with hooks of a script; and, for the gradient alone, a pass without gradients.
@@ -50,15 +51,35 @@ _SUM = {
     )
     for name in ("self_attn_bda", "mlp_bda")
 }
-HOOKS = (*_FORK.values(), *_SUM.values())
+_PASS = Hook(
+    *(_LAYER, "forward", "layers.residual", "...", _BUILT),
+    "Ends what is offered to the last linears, also if the pass ends by an error.",
+    of_object=True,
+)
+HOOKS = (*_FORK.values(), *_SUM.values(), _PASS)
+
+
+class Pass:
+    """Stands for the layer's forward. `runs`: inside it alone a residual is offered, and taken: if a script calls a
+    part of the layer by itself, the result is the part's."""
+
+    def __init__(self, layer: TransformerLayer):
+        self._layer, self.runs = layer, False
+
+    def __call__(self, *args, **kwargs):
+        self.runs = True
+        try:
+            return type(self._layer).forward(self._layer, *args, **kwargs)
+        finally:
+            self.runs = False
 
 
 class ResidualSum:
     """Stands for the layer's bias_dropout_add after its `part`. It offers the residual to the part's last linear,
     `name`, which takes it in its forward pass; then the linear's result is the sum, and nothing is left to add."""
 
-    def __init__(self, layer: TransformerLayer, part: str, name: str):
-        self._layer, self._reader, self._name = layer, getattr(layer, part), name
+    def __init__(self, layer: TransformerLayer, part: str, name: str, of: Pass):
+        self._layer, self._reader, self._name, self._pass = layer, getattr(layer, part), name, of
         self._offered: torch.Tensor | None = None
         self._taken = False
         getattr(self._reader, name).take_residual = self._take
@@ -69,14 +90,14 @@ class ResidualSum:
         alone: whether the part is called by the layer, without a wrapper and without hooks.
         """
         self._offered, self._taken = None, False
-        if alone and not self._layer.hidden_dropout:
+        if alone and self._pass.runs and not self._layer.hidden_dropout:
             row = getattr(self._reader, self._name)
             if isinstance(row, Fp8RowParallelLinear) and row.owned.fp8 and not hooked(row):  # no wrapper has its place
                 self._offered = x
 
     def _take(self) -> torch.Tensor | None:
         """What the linear is to add, or None. Only the linear asks, and adds it."""
-        x, self._offered = self._offered, None
+        x, self._offered = self._offered if self._pass.runs else None, None
         self._taken = x is not None
         return x
 
@@ -120,21 +141,24 @@ def join_residuals(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if type(layer) not in (TransformerLayer, MoETransformerLayer):
             continue
+        of = Pass(layer)
         if type(layer.input_layernorm) is IdentityOp and type(layer.self_attention) is FusedSelfAttention:
-            add = _sum(layer, "self_attn_bda", "self_attention", "linear_proj")
+            add = _sum(layer, "self_attn_bda", "self_attention", "linear_proj", of)
             _FORK["input_layernorm"].on(layer, Fork(layer, "self_attention", "linear_qkv", add))
         chunks = layer.config.mlp_chunks_for_training, layer.config.mlp_chunks_for_prefill
         whole = not layer.recompute_mlp and chunks == (1, 1)
         if type(layer.pre_mlp_layernorm) is IdentityOp and type(layer.mlp) is Fp8Mlp and whole:
-            add = _sum(layer, "mlp_bda", "mlp", "linear_fc2")
+            add = _sum(layer, "mlp_bda", "mlp", "linear_fc2", of)
             _FORK["pre_mlp_layernorm"].on(layer, Fork(layer, "mlp", "linear_fc1", add))
+        if any(isinstance(add, ResidualSum) for add in (layer.self_attn_bda, layer.mlp_bda)):
+            _PASS.on(layer, of)
 
 
-def _sum(layer: TransformerLayer, bda: str, part: str, name: str) -> ResidualSum | None:
+def _sum(layer: TransformerLayer, bda: str, part: str, name: str, of: Pass) -> ResidualSum | None:
     """The ResidualSum that now stands in the layer's place `bda`; None if there is to be none."""
     row = getattr(getattr(layer, part), name)
     if getattr(layer, bda) is not get_bias_dropout_add or row.tp_group.size() > 1:
         return None
-    add = ResidualSum(layer, part, name)
+    add = ResidualSum(layer, part, name, of)
     _SUM[bda].on(layer, add)
     return add

@@ -211,6 +211,33 @@ def test_who_looks_before_a_module_sees_the_residual_stream(look):
     assert seen and all(torch.equal(one, other) and one.std() > 0 for one, other in zip(seen, stream, strict=True))
 
 
+@pytest.mark.parametrize("part", ["self_attention", "mlp"])
+def test_no_residual_is_left_by_a_pass_that_an_error_ends(part):
+    """A part that a script calls later, by itself, gives what the part alone computes."""
+    layer = build("").decoder.layers[0]
+    architecture.attach(layer)
+    x, other = torch.randn(2, 32, 2, 64)
+    called = {
+        "mlp": lambda: layer.mlp(other)[0],
+        "self_attention": lambda: layer.self_attention(other, attention_mask=None)[0],
+    }[part]
+    with torch.no_grad():
+        expected = called()
+        norm = {"mlp": layer.pre_mlp_layernorm, "self_attention": layer.input_layernorm}[part]
+        reader = getattr(layer, part)
+
+        def fail(*args, **kwargs):
+            raise ZeroDivisionError
+
+        reader.forward = fail
+        with pytest.raises(ZeroDivisionError):
+            layer(x, attention_mask=None)
+        del reader.forward
+        assert torch.equal(called(), expected)
+        norm(x)  # by itself, as a script may call it
+        assert torch.equal(called(), expected)
+
+
 @pytest.mark.parametrize(
     ("change", "left"),
     [(doubled_by_hooks, 2), (doubled_in_a_wrapper, 2), (doubled_inside, 2), (with_dropout, 0)],
