@@ -103,7 +103,8 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        # An evaluation alone has no gradients. Stock's script expects training's size there too, and fails.
+        micro_batch_size=args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=predicts_more_tokens(vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -56,6 +56,7 @@ A_LEVEL_ON_CUDA = When(
 LEVEL_OR_REPORT = When(f"with a level, or {REPORT}", lambda run: run.fp8 is not None or REPORT in os.environ)
 CHECKPOINTS = When("with --load, --save or --pretrained-checkpoint", _checkpoints)
 LEVEL_CHECKPOINTS = When(f"with a level, {CHECKPOINTS.text}", lambda run: run.fp8 is not None and _checkpoints(run))
+LEVEL_UNSAVED = When("with a level, without --save", lambda run: run.fp8 is not None and not run.args.save)
 STOCK_CHECKPOINTS = When(f"without a level, {CHECKPOINTS.text}", lambda run: run.fp8 is None and _checkpoints(run))
 READS_CHECKPOINTS = When(f"{LEVEL_CHECKPOINTS.text}; or --use-checkpoint-args", LEVEL_CHECKPOINTS.test)
 WATCHED_STEP = When(
@@ -250,6 +251,10 @@ RUN = (
         *(TRAINING, "save_checkpoint", "checkpoint.saves.lose_nothing", "iteration model optimizer"),
         LEVEL_CHECKPOINTS,
         "Keeps the older checkpoint if a save fails, and says why in one line.",
+    ),
+    Hook(
+        *(TRAINING, "save_checkpoint", "checkpoint.saves.saves_nowhere", "iteration model optimizer", LEVEL_UNSAVED),
+        "Says in one line that Megatron wants to save a step that it rejects.",
     ),
     Hook(
         *(TRAINING, "maybe_finalize_async_save", "checkpoint.saves.lose_nothing", "blocking terminate"),

@@ -352,7 +352,6 @@ LAST_BIT = (
 )
 OTHER_ORDER = "a level has switched it off: the gradients of the norm before experts are added in another order"
 UNREAD_MASK = "Transformer Engine's causal attention reads no mask; a level's reads it, as Megatron's own does"
-UNINITIALISED = "the weights are what the memory was; the loss is NaN, and Megatron would save, without --save"
 NEEDS_CUDA = "stock needs a GPU for it; a level has switched it off"
 CHECKED_FIRST = "stock asks for companions of it, which it checks after a level has switched it off"
 NEEDS_TE = "stock's own FP8 needs Transformer Engine itself; a level's is its own"
@@ -365,10 +364,10 @@ REASONS = [
     Reason(CP, "differs", OWN_BLOCKS, 1e-3),
     Reason("--no-position-embedding", "checked", ""),
     Reason("--micro-batch-size 4 + --overlap-param-gather", "checked", ""),
-    Reason("--position-embedding-type mrope", "refused", ""),  # as the next two, of flags/stock_faults.py
+    Reason("--position-embedding-type mrope", "refused", ""),  # as the next three, of flags/stock_faults.py
     Reason("--no-pad-vocab-size", "refused", ""),
     Reason("--full-validation", "refused", ""),
-    Reason("--no-initialization", "neither", UNINITIALISED),
+    Reason("--no-initialization", "refused", ""),
     Reason("--optimizer-cuda-graph", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl full_iteration", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl local", "alone", NEEDS_CUDA),

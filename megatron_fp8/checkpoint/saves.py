@@ -365,6 +365,22 @@ def lose_nothing(stock: Callable) -> Callable:
     return save
 
 
+def saves_nowhere(stock: Callable) -> Callable:
+    """Wraps training.save_checkpoint of a run without --save.
+
+    If a step's result is rejected (core/rerun_state_machine.py), Megatron saves it, so that it can be run again
+    elsewhere, and does not ask whether there is a folder.
+    """
+
+    def save(*args, **kwargs):
+        raise UserError(
+            "--save: not given, and Megatron wants to save this step, whose result it rejects (see above); start again "
+            "with --save DIR, or with --no-check-for-nan-in-loss-and-grad to have such a step skipped"
+        )
+
+    return save
+
+
 @contextlib.contextmanager
 def _nothing_lost(save: str) -> Iterator[None]:
     try:

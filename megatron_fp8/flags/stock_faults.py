@@ -14,7 +14,8 @@ from typing import NamedTuple
 from ..errors import UserError
 from .flag import whole_number
 
-_OF_ONE_AXIS = ("pretrain_gpt.py", "pretrain_gpt_fp8.py")  # scripts whose positions have one axis
+_STOCKS = "pretrain_gpt.py"
+_OF_ONE_AXIS = (_STOCKS, "pretrain_gpt_fp8.py")  # scripts whose positions have one axis
 
 
 class Fault(NamedTuple):
@@ -55,6 +56,21 @@ FAULTS = (
         lambda args: args.position_embedding_type == "mrope" and os.path.basename(sys.argv[0]) in _OF_ONE_AXIS,
         lambda args: "--position-embedding-type mrope: needs positions with three axes, and "
         f"{os.path.basename(sys.argv[0])} gives one; use rope",
+    ),
+    Fault(
+        lambda args: args.tensor_model_parallel_size > 1
+        and args.eval_micro_batch_size not in (None, args.micro_batch_size)
+        and bool(args.eval_iters or args.full_validation)
+        and os.path.basename(sys.argv[0]) == _STOCKS,
+        lambda args: f"--eval-micro-batch-size {args.eval_micro_batch_size}: with --tensor-model-parallel-size "
+        f"{args.tensor_model_parallel_size} Megatron's other ranks expect batches of --micro-batch-size "
+        f"{args.micro_batch_size} in an evaluation too; use {args.micro_batch_size}, or pretrain_gpt_fp8.py",
+    ),
+    Fault(
+        # The first loss is NaN then, if it is anything; and Megatron saves, without --save.
+        lambda args: not args.perform_initialization and not (args.load or args.pretrained_checkpoint),
+        lambda args: "--no-initialization: the weights would be what the memory held before; add --load or "
+        "--pretrained-checkpoint, or remove the flag",
     ),
 )
 

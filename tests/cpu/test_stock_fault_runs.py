@@ -2,7 +2,23 @@
 
 import pytest
 from launch import RunFailed
-from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron
+from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron, script_path
+
+REJECTED = """
+import runpy
+from launch import ROOT
+import megatron.core.tensor_parallel.random
+from megatron_fp8.plugin import install
+install()
+import megatron.training.training as training
+stock = training.train_step
+def train_step(forward_step_func, data_iterator, model, *rest, **kwargs):
+    for weight in model[0].parameters():
+        weight.data.fill_(float("nan"))
+    return stock(forward_step_func, data_iterator, model, *rest, **kwargs)
+training.train_step = train_step
+runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
+"""
 
 FAULTS = [
     ("--full-validation --eval-interval 1", "TypeError: 'int' object is not subscriptable"),
@@ -10,6 +26,8 @@ FAULTS = [
     ("--phase-transition-iterations 2", "TypeError: '<=' not supported between instances of 'NoneType' and 'int'"),
     ("--phase-transition-iterations 2,x", "ValueError: invalid literal for int() with base 10: 'x'"),
     ("--position-embedding-type mrope --mrope-section 4 2 2", "IndexError: too many indices for tensor of dimension 2"),
+    # Its weights are NaN or zero here, as the memory is: NaN from the first loss on.
+    ("--no-initialization", "TypeError: expected str, bytes or os.PathLike object, not NoneType"),
 ]
 
 
@@ -32,3 +50,29 @@ def test_without_padding_at_a_size_that_is_named():
     flags = "--fp8-level O1 --no-pad-vocab-size --padded-vocab-size 256".split()
     run = run_megatron(1, [*TINY_GPT, *SIX_STEPS, *flags])
     assert run.losses[-1] < run.losses[0]
+
+
+def test_an_evaluation_with_another_micro_batch_size_on_tensor_parallel_ranks():
+    """Stock's other ranks expect training's size, and end in a traceback (flags/stock_faults.py)."""
+    flags = "--fp8-level O3 --tensor-model-parallel-size 2 --eval-interval 2 --eval-iters 2 --split 8,1,1"
+    each = [*TINY_GPT, *SIX_STEPS, *flags.split(), "--train-iters", "2"]
+    same, larger, smaller = (run_megatron(2, [*each, *f"--eval-micro-batch-size {n}".split()]) for n in (2, 8, 1))
+    assert same.losses == larger.losses == smaller.losses
+    for other in larger, smaller:
+        assert other.validation_losses == pytest.approx(same.validation_losses, abs=1e-5)
+    assert len(same.validation_losses) >= 2
+
+
+def test_a_loss_that_megatron_rejects_without_a_folder_to_save_to(tmp_path):
+    """Stock saves the step for a second look, to None."""
+    script = tmp_path / "script.py"
+    script.write_text(REJECTED)
+    flags = [*TINY_GPT, *SIX_STEPS, "--fp8-level", "O3"]
+    with pytest.raises(RunFailed) as failed:
+        run_megatron(1, flags, script=str(script), env={"PYTHONPATH": script_path()})
+    said = str(failed.value).splitlines()
+    line = "megatron_fp8: --save: not given, and Megatron wants to save this step"
+    assert sum(text.startswith(line) for text in said) == 1, said
+    assert not any("Traceback" in line for line in said), said
+    run_megatron(1, [*flags, "--no-check-for-nan-in-loss-and-grad", "--fp8-max-skipped-steps", "0"],
+                 script=str(script), env={"PYTHONPATH": script_path()})  # fmt: skip

@@ -29,6 +29,13 @@ def script(monkeypatch):
         ("--phase-transition-iterations 2,x", "--phase-transition-iterations 2,x: use whole numbers ", ""),
         ("--phase-transition-iterations=-2 --train-samples 9", "--phase-transition-iterations -2: use whole ", ""),
         ("--position-embedding-type mrope", "--position-embedding-type mrope: ", "--position-embedding-type rope"),
+        ("--no-initialization", "--no-initialization: ", "--no-initialization --load there"),
+        ("--no-initialization", "--no-initialization: ", "--no-initialization --pretrained-checkpoint there"),
+        (
+            "--tensor-model-parallel-size 2 --eval-micro-batch-size 4",
+            "--eval-micro-batch-size 4: with --tensor-model-parallel-size 2 ",
+            "--tensor-model-parallel-size 2 --micro-batch-size 4 --eval-micro-batch-size 4",
+        ),
     ],
 )
 def test_each_is_one_line(flags, line, remedy, parse):
@@ -40,9 +47,15 @@ def test_each_is_one_line(flags, line, remedy, parse):
 
 
 @pytest.mark.parametrize("flags", ["--phase-transition-iterations 2,4 --train-samples 96", "--full-validation "
-                         "--multiple-validation-sets", "--skip-train"])  # fmt: skip
+                         "--multiple-validation-sets", "--skip-train", "--eval-micro-batch-size 4",
+                         "--tensor-model-parallel-size 2 --eval-micro-batch-size 4 --eval-iters 0"])  # fmt: skip
 def test_what_megatron_can_do_is_taken(flags, parse):
     check_faults(parse(*MODEL, *EVALUATES, *flags.split()))
+
+
+def test_our_script_evaluates_with_another_micro_batch_size(parse, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt_fp8.py"])
+    check_faults(parse(*MODEL, *EVALUATES, *"--tensor-model-parallel-size 2 --eval-micro-batch-size 4".split()))
 
 
 def test_a_script_of_ones_own_may_have_three_axes(parse, monkeypatch):
