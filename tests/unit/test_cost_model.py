@@ -178,6 +178,21 @@ def test_a_graph_waits_for_no_host():
     assert graph.peak - plain.peak == pytest.approx(0.07)
 
 
+@pytest.mark.parametrize("more", ["", "--fp8-grad-accum bf16"])
+def test_a_graph_keeps_what_has_come_from_all_ranks_beside_the_gradients(more):
+    """If they are stored and sent in FP8, on several data-parallel ranks."""
+    flags = job_flags.parse(
+        "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 2048 --max-position-embeddings 2048 "
+        "--micro-batch-size 8 --vocab-size 50304 --use-distributed-optimizer --cuda-graph-impl full_iteration "
+        f"--te-rng-tracker --bf16 --fp8-level O3 {more}".split()
+    )
+    for gpus in (1, 2):
+        graph = job_flags.workload(flags, gpus, global_batch_size=8 * gpus)
+        found, plain = (estimate(w, H200).memory["grad"] for w in (graph, replace(graph, graphed=False)))
+        second = 12 * 12 * 768**2 * (1 + 1 / 128) / 1e9 if gpus == 2 and not more else 0.0
+        assert found - plain == pytest.approx(second, rel=0.02, abs=1e-9)
+
+
 def test_gemms_take_the_time_of_gemm_csv():
     """Alone on the GPU: forward within 15 %, and faster backward inside a step, whose data cost less power."""
     with (RESULTS / "gemm.csv").open(newline="") as file:

@@ -159,6 +159,16 @@ def _first_ranks(job: Job, cells: tuple[tuple[str, str], ...] | None) -> tuple[R
     return tuple(ranks_bytes(job, None if cells is None else dict(cells), ranks=[0]))
 
 
+def _keeps_what_came(w: Workload) -> bool:
+    """Whether a level holds its gradients in FP8 twice: as they are sent, and what has come from all ranks.
+
+    Without a graph what came takes the place of what was sent (engine/grad_store.py). A graph has both addresses.
+    """
+    cells = w.cells() or {}
+    in_fp8 = (cells.get("grad_accum"), cells.get("grad_reduce")) == ("fp8", "block")
+    return w.graphed and in_fp8 and w.job.data_parallel_size > 1
+
+
 def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
     """For each pipeline stage: ({kind: bytes} held between two steps, {kind: bytes} on top of it at the peak)."""
     system, table = w.system, w.vocabulary * w.job.hidden_size / w.tensor
@@ -170,6 +180,8 @@ def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
                 name = "optimizer states" if kind in STATES else kind
                 kinds[name] = kinds.get(name, 0.0) + size
         kinds["weight"] += system.weight_copies * sum(w.job.linears())
+        if _keeps_what_came(w):
+            kinds["grad"] += rank.linears["grad"]
         if w.keeps_transposes:
             kinds.pop("transpose scratch", None)  # activations.py counts the kept transposes
         kinds["buffers"] = _WORKSPACE + _GRAPH_POOL * w.graphed
