@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import shutil
 import stat
@@ -358,6 +359,7 @@ def keep_newest_whole(stock: Callable) -> Callable:
 def lose_nothing(stock: Callable) -> Callable:
     """Wraps training.save_checkpoint and maybe_finalize_async_save: one line if a checkpoint cannot be written."""
 
+    @functools.wraps(stock)
     def save(*args, **kwargs):
         with from_one_rank(), _nothing_lost(get_args().save):
             return stock(*args, **kwargs)
@@ -372,6 +374,7 @@ def saves_nowhere(stock: Callable) -> Callable:
     elsewhere, and does not ask whether there is a folder.
     """
 
+    @functools.wraps(stock)
     def save(*args, **kwargs):
         raise UserError(
             "--save: not given, and Megatron wants to save this step, whose result it rejects (see above); start again "
