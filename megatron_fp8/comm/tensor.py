@@ -28,10 +28,11 @@ GATHERS, SUMS = "tp_gather", "tp_sum"
 def gather(x: torch.Tensor, group, kind: str = GATHERS) -> wire.Stages:
     """All-gather (s/T, ...) of any type -> (s, ...)."""
     yield from ()
-    out = torch.empty((x.shape[0] * group.size(), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    # Sent as bytes, because gloo has no FP8 types.
-    sent = x.contiguous().view(torch.uint8)
-    handle = dist.all_gather_into_tensor(out.view(torch.uint8), sent, group=group, async_op=True)
+    out, sent = x.new_empty(x.shape[0] * group.size(), *x.shape[1:]), x.contiguous()
+    whole = out
+    if not x.is_cuda:  # gloo has no FP8 types; to NCCL they are bytes, and two views would cost more than to launch it
+        whole, sent = out.view(torch.uint8), sent.view(torch.uint8)
+    handle = dist.all_gather_into_tensor(whole, sent, group=group, async_op=True)
     wire.count(kind, out.nbytes, group)
     return out, [handle]
 
@@ -50,7 +51,7 @@ def add(x: torch.Tensor, group, scatter: bool, fp8: bool) -> wire.Stages:
     if fp8:
         parts = x.view(ranks, -1, *x.shape[1:])
         return (yield from _add_own((parts[:rank], parts[rank + 1 :]), parts[rank], group))
-    out = torch.empty((x.shape[0] // ranks, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
     wire.count(SUMS, x.nbytes, group)
     return out, [dist.reduce_scatter_tensor(out, x, group=group, async_op=True)]
 
@@ -66,7 +67,7 @@ def add_early(others: torch.Tensor, room: torch.Tensor, group, fp8: bool) -> wir
         return (yield from _add_own((others[:rank], others[rank:]), room[-1], group))
     _, handle = wire.exchange(others, group, SUMS, room[:-1])
     yield [handle]
-    return torch.add(*room) if len(room) == 2 else room.sum(0), []  # summed in FP32, rounded once
+    return torch.add(*room.unbind()) if room.shape[0] == 2 else room.sum(0), []  # summed in FP32, rounded once
 
 
 def _add_own(others: tuple[torch.Tensor, torch.Tensor], own: torch.Tensor, group) -> wire.Stages:

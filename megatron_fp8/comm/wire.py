@@ -57,7 +57,7 @@ def pass_rows(
     sent and expected are 0 for this rank.
     """
     out = data.new_empty(sum(expected), *data.shape[1:]) if out is None else out
-    send, receive = data.view(torch.uint8), out.view(torch.uint8)
+    send, receive = (data, out) if data.is_cuda else (data.view(torch.uint8), out.view(torch.uint8))  # gloo: no FP8
     handle = dist.all_to_all_single(receive, send, expected, sent, group=group, async_op=True)
     sent_bytes[kind] += data.nbytes
     return out, handle
@@ -100,7 +100,8 @@ class Flight:
     def advance(self) -> None:
         """Wait for the current stage and start the next; do nothing if all have started."""
         if self._result is None:
-            self._wait()
+            for handle in self._handles:
+                handle.wait()
             try:
                 self._handles = next(self._stages)
             except StopIteration as end:
@@ -110,10 +111,7 @@ class Flight:
         """Run the remaining stages and return the result, ready for use on the current stream."""
         while self._result is None:
             self.advance()
-        self._wait()
-        return self._result
-
-    def _wait(self) -> None:
         for handle in self._handles:
             handle.wait()
         self._handles = []
+        return self._result

@@ -152,6 +152,7 @@ class Algorithm:
         self._at = ctypes.addressof(self._algorithm)
         self._matmul, self._handle = library().cublasLtMatmul, handle(self._device)
         self._set, self._beta = library().cublasLtMatmulDescSetAttribute, _ONE if self.problem.add else _ZERO
+        self._operation, (self._b, self._a, self._d, _) = descriptors.operation, descriptors.layouts
 
     @property
     def name(self) -> str:
@@ -167,12 +168,12 @@ class Algorithm:
         self.pointers = pointers
 
     def run(self, a: int, b: int, c: int, d: int, stream: int) -> None:
-        made, size = self.descriptors, self._room
-        room = _workspace(self._device, stream, size) if size else None
+        size, of_d = self._room, self._d
+        room = _workspace(self._device, stream, size).data_ptr() if size else None
         status = self._matmul(
-            *(self._handle, made.operation, _ONE, b, made.first, a, made.second, self._beta),
-            *(c, made.result, d, made.result, self._at, None if room is None else room.data_ptr(), size, stream),
-        )
+            self._handle, self._operation, _ONE, b, self._b, a, self._a, self._beta, c, of_d, d, of_d, self._at, room,
+            size, stream,
+        )  # fmt: skip
         if status:
             check(status, self.problem)
 

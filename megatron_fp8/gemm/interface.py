@@ -48,9 +48,9 @@ type Operand = ScaledTensor | torch.Tensor
 PARTS = ("bias", "residual", "accumulate")  # in the order of their computation
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Epilogue:
-    """The steps that follow the product; see the top of the file.
+    """The steps that follow the product; see the top of the file. It is not changed once it is made.
 
     Attributes:
         dtype: of a returned result, and of the backend's result if separate operations follow.
@@ -84,6 +84,12 @@ class Epilogue:
 
 
 PLAIN = Epilogue()
+
+
+@functools.cache
+def plain(dtype: torch.dtype) -> Epilogue:
+    """The epilogue that returns the product in this type."""
+    return Epilogue(dtype)
 
 
 class Backend(Protocol):
@@ -156,13 +162,15 @@ class Planned:
         x, w, out, bias, residual = a.payload, b.payload, epilogue.into, epilogue.bias, epilogue.residual
         if out is None:
             out = torch.empty(x.shape[0], w.shape[0], dtype=epilogue.dtype, device=x.device)
+        how = {"a_scale": a.scale_inv, "b_scale": b.scale_inv, "add": epilogue.accumulate, "fast_accum": fast_accum}
+        if bias is None and residual is None:
+            return plans.product(x, w, out, **how)
         # A GEMM reads a bias of D's type (BF16 if D is FP32) and one C with D's layout. The rest is added after it.
         early = bias if bias is not None and bias.dtype is _BIAS.get(out.dtype) else None
         form = out.dtype, out.shape, out.stride()
         fits = residual is not None and (residual.dtype, residual.shape, residual.stride()) == form
         c = residual if fits and not epilogue.accumulate else None
-        how = {"a_scale": a.scale_inv, "b_scale": b.scale_inv, "bias": early, "fast_accum": fast_accum}
-        plans.product(x, w, out, residual=c, add=epilogue.accumulate, **how)
+        plans.product(x, w, out, bias=early, residual=c, **how)
         if early is not bias:
             out.add_(bias)
         return out if c is residual else out.add_(residual)
@@ -227,18 +235,18 @@ def gemm(a: Operand, b: Operand, epilogue: Epilogue = PLAIN, *, fast_accum: bool
     Both are ScaledTensors with a payload, or both are plain tensors, which torch multiplies in their type. Hopper has
     no E5M2 x E5M2 product (ValueError). For FP8 on CUDA, M, N and K must be multiples of 16.
     """
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+    if not isinstance(a, ScaledTensor) or not isinstance(b, ScaledTensor):
         return _follow(torch.matmul(a, b.T), epilogue, epilogue.parts())
-    if a.payload.dtype == b.payload.dtype == E5M2.dtype:
+    if a.payload.dtype is E5M2.dtype and b.payload.dtype is E5M2.dtype:
         raise ValueError("gemm of E5M2 by E5M2: Hopper has no such product; one operand must be E4M3")
     return through(_serving[a.payload.device.type], a, b, epilogue, fast_accum)
 
 
 def through(backend: Backend, a: ScaledTensor, b: ScaledTensor, epilogue: Epilogue, fast_accum: bool) -> torch.Tensor:
     """`gemm` by one backend: it computes the parts up to the first that it lacks; `_follow` does the rest."""
-    parts = epilogue.parts()
-    if backend.fuses.issuperset(parts):
+    if len(backend.fuses) == len(PARTS):
         return backend.product(a, b, epilogue, fast_accum)
+    parts = epilogue.parts()
     done = next((i for i, part in enumerate(parts) if part not in backend.fuses), len(parts))
     y = backend.product(a, b, epilogue.only(parts[:done]), fast_accum)
     return y if done == len(parts) else _follow(y, epilogue, parts[done:])
@@ -255,7 +263,7 @@ def _follow(y: torch.Tensor, epilogue: Epilogue, parts: list[str]) -> torch.Tens
     return y.to(epilogue.dtype) if epilogue.into is None else epilogue.into.copy_(y)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Product:
     """a b^T, not computed yet. A weight gradient dW (N, K) = dy^T x is one until its storage chooses the epilogue."""
 

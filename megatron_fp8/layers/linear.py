@@ -57,10 +57,9 @@ def product(
     every rank's.
     """
     call = parcel.call
-    visit = None
     if call.wgrad:
-        visit = anchor
         call.weight.await_gradient()
+    visit = anchor if call.wgrad and not x.requires_grad else None
     if not call.fp8:
         assert residual is None  # stock's kernel adds bias and residual in one
         y = Bf16Product.apply(x, visit, call)

@@ -19,12 +19,13 @@ from ..flags.emulate import OPERANDS
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.noise import noise_seed
 from ..ops import source
+from .function import Function
 from .parcel import Call
 
 type Rounding = dict[str, tuple[EmulatedFormat, tuple[int, int] | None]]  # with a seed if it is stochastic
 
 
-class Bf16Product(torch.autograd.Function):
+class Bf16Product(Function):
     """y (..., N) = x W^T of x (..., K)."""
 
     @staticmethod

@@ -32,7 +32,6 @@ none.
 Source: FP8-LM (arXiv 2310.18313) section 2 for the formats.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -43,11 +42,12 @@ from ..engine.owned_weight import GRAD
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Payloads
+from .function import Function
 from .parallel import gathered_product, summed_product
 from .parcel import Call, Late, Parcel, recipe_of
 
 
-class Fp8Product(torch.autograd.Function):
+class Fp8Product(Function):
     """y (..., N) = x W^T + bias + residual.
 
     x (..., K): BF16, or the ticket of what the parcel has in FP8.
@@ -67,8 +67,10 @@ class Fp8Product(torch.autograd.Function):
         if gathering is not None:
             y, read = gathered_product(q, gathering, call.group, w, _epilogue(x.dtype, bias), fast_accum=True)
         elif call.sum_y:
-            assert bias is None and residual is None  # which are added to the sum
+            assert bias is None  # which is added to the sum
             y = summed_product(q, w, call.group, x.dtype, call.scatter, call.sum_y == "fp8")
+            if residual is not None:
+                y.add_(source.rows(residual))
         else:
             y = gemm.gemm(q, w, _epilogue(x.dtype, bias, residual), fast_accum=True)
 
@@ -81,7 +83,8 @@ class Fp8Product(torch.autograd.Function):
             kept = (q.columns if call.gather is None else q.payload,)
         ctx.parcel, ctx.w = parcel, w
         ctx.make, ctx.late = (None, False) if recipe is None else (recipe.make, recipe.late)
-        ctx.save_for_backward(parcel.scale, q.scale_inv, *kept)
+        ctx.scale, ctx.scale_inv = parcel.scale, q.scale_inv  # never written, so autograd need not watch them
+        ctx.save_for_backward(*kept)
         if call.seen:
             ctx.exact = parcel.exact
             call.show_forward(ctx.exact, read, w)
@@ -91,7 +94,7 @@ class Fp8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         parcel, needs_dx = ctx.parcel, ctx.needs_input_grad[0]
-        call, (scale, scale_inv, *kept) = parcel.call, ctx.saved_tensors
+        call, scale, scale_inv, kept = parcel.call, ctx.scale, ctx.scale_inv, ctx.saved_tensors
         gathering = _gather_x(ctx, call, scale, kept) if call.wgrad and call.gather else None
         gradient = _gradient(ctx, parcel, dy)
         dx = _dgrad(ctx.w, call, gradient, dy.dtype) if needs_dx else None
@@ -119,14 +122,9 @@ class Fp8Product(torch.autograd.Function):
         return dx, None, None, gradient.dbias, dy if ctx.needs_input_grad[4] else None
 
 
-@functools.cache
-def _plain(dtype: torch.dtype) -> gemm.Epilogue:
-    return gemm.Epilogue(dtype)
-
-
 def _epilogue(dtype: torch.dtype, bias: torch.Tensor | None, residual: torch.Tensor | None = None) -> gemm.Epilogue:
     if bias is None and residual is None:
-        return _plain(dtype)
+        return gemm.plain(dtype)
     return gemm.Epilogue(dtype, bias=bias, residual=None if residual is None else source.rows(residual))
 
 
@@ -218,13 +216,13 @@ def _dgrad(w: ScaledTensor, call: Call, gradient: Gradient, dtype: torch.dtype) 
     w_t, q, gathering = call.weight.transposed(w), gradient.q, gradient.gathering
     assert q is not None
     if gathering is None:
-        return gemm.gemm(q, w_t, _plain(dtype))
-    dx, gradient.q = gathered_product(q, gathering, call.group, w_t, _plain(dtype))
+        return gemm.gemm(q, w_t, gemm.plain(dtype))
+    dx, gradient.q = gathered_product(q, gathering, call.group, w_t, gemm.plain(dtype))
     gradient.gathering = None
     return dx
 
 
-def _gather_x(ctx, call: Call, scale: torch.Tensor, kept: list) -> Flight:
+def _gather_x(ctx, call: Call, scale: torch.Tensor, kept: tuple) -> Flight:
     """Start to gather what wgrad reads of x: q(x), or x in BF16."""
     x = kept[0]
     if ctx.make is not None:
@@ -232,7 +230,7 @@ def _gather_x(ctx, call: Call, scale: torch.Tensor, kept: list) -> Flight:
     return call.start_gather(source.rows(x))
 
 
-def _x_transposed(ctx, call: Call, scale, scale_inv, kept: list, gathering: Flight | None) -> gemm.Operand:
+def _x_transposed(ctx, call: Call, scale, scale_inv, kept: tuple, gathering: Flight | None) -> gemm.Operand:
     """x^T (K, M) of all ranks, as wgrad reads it: in FP8, with the scale that the forward pass captured, or in BF16."""
     fmt, x = call.weight.config.forward_format, kept[0] if gathering is None else gathering.land()
     if not call.wgrad_fp8:

@@ -23,6 +23,7 @@ from ..numerics.formats import Format
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Payloads
+from .function import Function
 from .linear import Fp8ColumnParallelLinear, Fp8RowParallelLinear, hooked
 from .parcel import Parcel, Recipe, carried
 
@@ -100,7 +101,7 @@ class ActivationGradient:
         return dh
 
 
-class ActivationCast(torch.autograd.Function):
+class ActivationCast(Function):
     """act(h + bias) of h (..., F or 2F), made in FP8 for the linear that follows.
 
     maker: the parcel that h carries, if its linear takes the gradient in FP8.

@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..numerics.formats import E4M3
 from ..ops import source
 from ..ops.source import Payloads
+from .function import Function
 from .main_grad import added, adds
 from .parcel import Parcel, Recipe
 
@@ -74,7 +75,7 @@ def _again(kind: NormKind, fmt, scale: torch.Tensor, n, weight, bias, *, rows: b
     return ops.norm_requantize(n, weight, bias, fmt, scale, **how)
 
 
-class NormCast(torch.autograd.Function):
+class NormCast(Function):
     """A norm of x (..., K), made in FP8 for the linear that follows; and x, for its other reader (residual.py), whose
     gradient is added to the norm's in one kernel. With --fp8-activations it keeps the normalised x in FP8, of which the
     linear makes its columns too."""

@@ -35,18 +35,19 @@ def gathered_product(
     if not _splits(m, n, k):
         rows = ScaledTensor(arriving.land(), q.scale_inv)
         return gemm.gemm(rows, w, epilogue, fast_accum=fast_accum), rows
-    y = torch.empty(ranks * m, n, dtype=epilogue.dtype, device=q.payload.device)
+    whole = ranks * m
+    y = torch.empty(whole, n, dtype=epilogue.dtype, device=q.payload.device)
     own, after = rank * m, (rank + 1) * m
 
     def multiply(part: torch.Tensor, out: torch.Tensor) -> None:
-        into = gemm.Epilogue(epilogue.dtype, bias=epilogue.bias, into=out)
+        into = gemm.Epilogue(epilogue.dtype, epilogue.bias, None, out)
         gemm.gemm(ScaledTensor(part, q.scale_inv), w, into, fast_accum=fast_accum)
 
     multiply(q.payload, y[own:after])
     rows = arriving.land()
     if own:
         multiply(rows[:own], y[:own])
-    if after < len(y):
+    if after < whole:
         multiply(rows[after:], y[after:])
     return y, ScaledTensor(rows, q.scale_inv)
 
@@ -58,7 +59,7 @@ def summed_product(
     (m, k), n, ranks, rank = q.payload.shape, w.payload.shape[0], group.size(), group.rank()
     m //= ranks
     if not (scatter and _splits(m, n, k)):
-        y = gemm.gemm(q, w, gemm.Epilogue(dtype), fast_accum=True)
+        y = gemm.gemm(q, w, gemm.plain(dtype), fast_accum=True)
         return Flight(tensor.add(y, group, scatter, fp8)).land()
 
     others = torch.empty(ranks - 1, m, n, dtype=dtype, device=q.payload.device)
@@ -66,13 +67,13 @@ def summed_product(
     own, after = rank * m, (rank + 1) * m
 
     def multiply(rows: torch.Tensor, out: torch.Tensor) -> None:
-        into = gemm.Epilogue(dtype, into=out.view(-1, n))
-        gemm.gemm(ScaledTensor(rows, q.scale_inv), w, into, fast_accum=True)
+        gemm.gemm(ScaledTensor(rows, q.scale_inv), w, gemm.Epilogue(dtype, None, None, out), fast_accum=True)
 
+    flat = others.view(-1, n)
     if own:
-        multiply(q.payload[:own], others[:rank])
-    if after < len(q.payload):
-        multiply(q.payload[after:], others[rank:])
+        multiply(q.payload[:own], flat[:own])
+    if after < ranks * m:
+        multiply(q.payload[after:], flat[own:])
     arriving = Flight(tensor.add_early(others, room, group, fp8))
     multiply(q.payload[own:after], room[-1])
     return arriving.land()

@@ -169,7 +169,7 @@ class Calls:
         return call
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Recipe:
     """make(format, scale, *kept, rows=, columns=) gives q(x) in the layouts asked for.
 
@@ -181,7 +181,7 @@ class Recipe:
     late: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Late:
     """A weight gradient that waits for q(x^T): q(dy^T), and the scale and its inverse that x is cast with."""
 
@@ -190,7 +190,7 @@ class Late:
     scale_inv: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Posted:
     """dy in FP8, in the layouts that the call reads; its ticket; dy itself if observers see the GEMMs."""
 

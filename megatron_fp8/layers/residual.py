@@ -6,7 +6,9 @@
 Forward: the product of f's last linear would be written, then read with x, and their sum written: 8 bytes an element in
 BF16. A GEMM whose epilogue reads x writes the sum itself: 4. It is rounded once there, where stock rounds the product,
 with its bias, and the sum; a backend that does not fuse rounds as stock does (gemm/interface.py). A sum over
-tensor-parallel ranks comes before the residual, and dropout too: those add as stock does.
+tensor-parallel ranks comes before the residual; the linear adds it to the sum, in place. That saves no pass, but the
+host's time: stock's addition, with a bias and dropout, is compiled by torch, and such a call costs the host as much as
+several launches. If dropout comes before the residual, or the bias of a sum over ranks, stock adds both.
 
 Backward: both readers' gradients of x meet in autograd, which adds them in a kernel that reads both and writes a third:
 6 bytes an element, and the norm's backward pass has written one of them just before. So one function has both outputs,
@@ -157,7 +159,8 @@ def join_residuals(model: torch.nn.Module) -> None:
 def _sum(layer: TransformerLayer, bda: str, part: str, name: str, of: Pass) -> ResidualSum | None:
     """The ResidualSum that now stands in the layer's place `bda`; None if there is to be none."""
     row = getattr(getattr(layer, part), name)
-    if getattr(layer, bda) is not get_bias_dropout_add or row.tp_group.size() > 1:
+    between = row.tp_group.size() > 1 and row.bias is not None
+    if getattr(layer, bda) is not get_bias_dropout_add or between:
         return None
     add = ResidualSum(layer, part, name, of)
     _SUM[bda].on(layer, add)

@@ -21,6 +21,7 @@ from .. import ops
 from ..flags.config import Fp8Config
 from ..ops.source import Payloads
 from .attention import TorchAttention
+from .function import Function
 from .linear import Fp8ColumnParallelLinear, hooked
 from .packed import Documents, documents_of, same_memory
 from .parcel import Parcel, carried
@@ -52,7 +53,7 @@ class JoinedGradient:
         return ops.join_qkv(*self._gradients, cos, sin, interleaved=interleaved)
 
 
-class SplitQkv(torch.autograd.Function):
+class SplitQkv(Function):
     """mixed (s, b, groups * (heads_per_group + 2) * hn), which is used up -> q, k, v, as ops.split_qkv.
 
     maker: the parcel that mixed carries, if its linear takes the gradient in FP8.

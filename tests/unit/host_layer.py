@@ -59,10 +59,10 @@ class Layer:
     def forward(self) -> torch.Tensor:
         mixed, x = self.normed("qkv", self.x)
         q, _, _ = SplitQkv.apply(mixed, HEADS, 1, Rotary(), carried(mixed))
-        x = product(q.reshape(*q.shape[:2], K), self.anchor, self.parcel("proj")) + x
+        x = product(q.reshape(*q.shape[:2], K), self.anchor, self.parcel("proj"), residual=x)
         h, x = self.normed("fc1", x)
         activated = ActivationCast.apply(self.parcel("fc2"), h, None, "swiglu", carried(h))
-        return product(activated, self.anchor, carried(activated)) + x
+        return product(activated, self.anchor, carried(activated), residual=x)
 
     def step(self) -> None:
         y = self.forward()
@@ -70,26 +70,30 @@ class Layer:
 
 
 def counts(run) -> dict[str, int]:
-    """Calls in one of `run`: of ATen, by torch's profiler; of Python functions of ours, of all, and of C functions."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        run()
-    aten = sum(event.name.startswith("aten::") and not _inside_collective(event) for event in seen.events())
+    """Calls in one of `run`: of ATen; of Python functions of ours, of all, and of C functions."""
     watched = cProfile.Profile()
     watched.enable()
     run()
     watched.disable()
     calls = pstats.Stats(watched).stats
     return {
-        "ATen": aten,
+        "ATen": aten_calls(run),
         "ours": sum(figures[1] for where, figures in calls.items() if "/megatron_fp8/" in where[0]),
         "Python": sum(figures[1] for where, figures in calls.items() if where[0] != "~"),
         "C": sum(figures[1] for where, figures in calls.items() if where[0] == "~"),
     }
 
 
-def _inside_collective(event) -> bool:
-    """The fake group copies."""
-    while event is not None and not event.name.startswith("c10d::"):
+def aten_calls(run) -> int:
+    """Calls of ATen in one of `run`, by torch's profiler. Not those that ATen itself makes for one, nor a collective:
+    the fake group's copies."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run()
+    return sum(event.name.startswith("aten::") and not _inside(event.cpu_parent) for event in seen.events())
+
+
+def _inside(event) -> bool:
+    while event is not None and not event.name.startswith(("aten::", "c10d::")):
         event = event.cpu_parent
     return event is not None
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_parts import Known, OneWeight
-from torch.profiler import ProfilerActivity, profile
+from host_layer import aten_calls
 
 from megatron_fp8.engine.grad_store import DenseStore
 from megatron_fp8.gemm import cublaslt
@@ -48,12 +48,6 @@ def launches(served, monkeypatch):
     monkeypatch.setattr(norm, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     yield names
-
-
-def aten_calls(run) -> int:
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        run()
-    return sum(event.name.startswith("aten::") for event in seen.events())
 
 
 class Linears:

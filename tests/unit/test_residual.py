@@ -1,15 +1,21 @@
 """The residual stream in whole models whose FP8 linears run, in FP32 and in BF16: the bits of stock's sums and of
 autograd's, and which of them a GEMM and a norm's backward pass make."""
 
+from types import SimpleNamespace
+
 import architecture
 import pytest
 import torch
+from engine_parts import OneWeight
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_fp8 import gemm, ops
 from megatron_fp8.engine.owned_weight import owned_weights
+from megatron_fp8.layers import residual
+from megatron_fp8.layers.linear import product
+from megatron_fp8.layers.parcel import Parcel, plan
 from megatron_fp8.layers.residual import Fork
 
 FP8 = ["--fp8-gemm", "fp8"]
@@ -139,6 +145,36 @@ def test_where_one_gradient_alone_comes(reaches, added):
         assert torch.equal(x.grad, 2 * x) and linear.layer_norm_weight.grad is None
     else:
         assert x.grad.abs().sum() > 0 and linear.layer_norm_weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("scatter", [False, True], ids=["all rows", "own rows"])
+def test_a_sum_over_ranks_takes_the_residual(scatter):
+    """The linear's sum + x has the bits of stock's addition, and both their gradients; x is not written."""
+    one = OneWeight(torch.randn(64, 32).bfloat16(), torch.distributed.group.WORLD)
+    given = torch.randn(16, 2, 32).bfloat16(), torch.randn(16, 2, 64).bfloat16()
+    dy, anchor = torch.randn(16, 2, 64).bfloat16(), torch.zeros(0, requires_grad=True)
+
+    def run(joined: bool):
+        one.bucket.begin_step(0)
+        x, other = (t.clone().requires_grad_() for t in given)
+        call = plan(one.weight, torch.distributed.group.WORLD, scatter, False, training=True, sum_y=True)
+        y = product(x, anchor, Parcel(call), residual=other if joined else None)
+        y = y if joined else other + y
+        y.backward(dy)
+        assert torch.equal(other, given[1])
+        return y, x.grad, other.grad, one.weight.sink.place.clone()
+
+    for joined, apart in zip(run(True), run(False), strict=True):
+        assert torch.equal(joined, apart) and joined.abs().sum() > 0
+
+
+@pytest.mark.parametrize("case", ["", SWIGLU])
+def test_what_comes_between_a_sum_over_ranks_and_the_residual(case):
+    """Its bias: stock adds both then, and without one the linear adds the residual."""
+    layer = build(case).decoder.layers[0]
+    layer.mlp_bda = get_bias_dropout_add
+    layer.mlp.linear_fc2.tp_group = SimpleNamespace(size=lambda: 2)
+    assert (residual._sum(layer, "mlp_bda", "mlp", "linear_fc2") is None) == (case == "")
 
 
 def test_what_is_frozen(added):

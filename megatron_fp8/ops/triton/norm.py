@@ -356,7 +356,7 @@ def norm_backward(
     per_program = cdiv(cdiv(M, most), config.rows) * config.rows
     programs = cdiv(M, per_program) if M else 0
     a = 1 << (K.bit_length() - 1)
-    dx, sums = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device), 1 if rms else 2
+    dx, sums = torch.empty_like(dy), 1 if rms else 2
     partial = torch.empty(sums, programs, K, dtype=torch.float32, device=x.device)
     kept, residual = x.dtype == E4M3.dtype, None if residual is None else residual.contiguous()
     if into is None:
