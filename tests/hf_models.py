@@ -81,3 +81,16 @@ def write_folder(folder: Path, args: Namespace, change=lambda tensors: tensors) 
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config_of(args)))
     return tensors
+
+
+def write_llama(folder: Path) -> dict[str, torch.Tensor]:
+    """Make a folder of a tiny Llama that trains: 259 tokens, weights of 0.05, norms of 1."""
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2}
+    sizes |= {"kv_channels": 16}
+    sizes |= {"max_position_embeddings": 512, "padded_vocab_size": 384, "vocab_size": 259, "attention_dropout": 0.0}
+    args = saved(**sizes, untie_embeddings_and_output_weights=False)
+
+    def small(tensors):
+        return {name: torch.ones_like(t) if "norm" in name else 0.05 * t for name, t in tensors.items()}
+
+    return write_folder(folder, args, small)

@@ -176,14 +176,14 @@ def test_a_frozen_base_makes_no_gradients_and_no_update(flags, capsys):
     assert trained.keys() == frozen.keys() == {"bf16", "te", "O3"}
     for name, row in frozen.items():
         whole = trained[name]
-        apart = 1e-6 if name == "bf16" else 0.05  # FP8's backward products are slower than its forward one
+        apart = 0.01 if name == "bf16" else 0.05  # FP8's backward products are slower than its forward one
         assert row["ms linears"] / whole["ms linears"] == pytest.approx(2 / 3, abs=apart)
         assert row["ms LM head"] == pytest.approx(whole["ms LM head"] * 2 / 3)
         assert row["ms attention"] == whole["ms attention"] and row["gb activations"] == whole["gb activations"]
         for gone in ("ms optimizer", "ms copies", "ms tables' gradients", "gb grad", "gb optimizer states"):
             assert gone in whole and gone not in row
         assert "gradients: linears sent" not in row and not any(key.startswith("weights: ") for key in row)
-        assert row["step_ms"] < 0.8 * whole["step_ms"]
+        assert row["gpu_ms"] < 0.85 * whole["gpu_ms"]
     job = job_flags.parse([*flags.split()])
     job.args.frozen_base = True
     w = job_flags.workload(job, 8, "O3")
@@ -199,7 +199,7 @@ def test_adapters_reference_is_the_frozen_base(capsys):
         json.loads(call(estimate, capsys, before, f"{script}{flags}")[1])["estimates"][0]
         for script in ("dpo_gpt_fp8.py ", "")
     )
-    assert tuned["held_gb"] == alone["held_gb"] and tuned["ms reference's pass"] > 0.2 * alone["step_ms"]
+    assert tuned["held_gb"] == alone["held_gb"] and tuned["ms reference's pass"] > 0.2 * alone["gpu_ms"]
     assert "ms reference's pass" not in alone
 
 

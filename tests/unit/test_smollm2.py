@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hf_models import write_llama
 from launch import ROOT
 from megatron_runs import start_forked
 from safetensors.torch import load_file, save_file
@@ -111,28 +112,6 @@ def test_blocks_hold_their_numbers(kind, steps):
     spread = 2 * np.abs(blocks).max(-1) if kind == "Q8_0" else np.ptp(blocks, axis=-1)
     bound = spread / steps * 0.51 + np.abs(blocks).max(-1) * 2**-9
     assert (np.abs(found.reshape(blocks.shape) - blocks).max(-1) <= bound).all()
-
-
-def write_llama(folder: Path, vocabulary: int = 259) -> dict[str, torch.Tensor]:
-    """A tiny Llama's folder in BF16."""
-    folder.mkdir()
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-              "vocab_size": vocabulary, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-              "hidden_act": "silu", "tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False,
-              "torch_dtype": "bfloat16", "initializer_range": 0.02}  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {"model.embed_tokens": (vocabulary, 64), "model.norm": (64,)}
-    for i in range(2):
-        to = f"model.layers.{i}."
-        shapes |= {f"{to}{norm}_layernorm": (64,) for norm in ("input", "post_attention")}
-        shapes |= {f"{to}self_attn.{a}_proj": (64 if a in "qo" else 32, 64) for a in "qkvo"}
-        shapes |= {f"{to}mlp.{a}_proj": (128, 64) for a in ("gate", "up")} | {f"{to}mlp.down_proj": (64, 128)}
-    tensors = {f"{name}.weight": torch.ones(shape) if "norm" in name else torch.randn(shape) * 0.05
-               for name, shape in shapes.items()}  # fmt: skip
-    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors")
-    return tensors
 
 
 def test_a_model_comes_back_from_its_parts(tmp_path):
