@@ -23,6 +23,7 @@ _PATTERNS = (  # (kind, pattern of a clean name); the first match counts
     # ours, by their first words
     (NORM, r"^_(norm|parts_sum)_"),  # _parts_sum: also of biases' gradients
     (RESIDUAL, r"^_residual_"),
+    (ATTENTION, r"^_attention_"),
     (ACTIVATION, r"^_activate_"),
     (ROTARY, r"^_qkv_"),
     (LOSS, r"^_cross_entropy_"),

@@ -41,9 +41,10 @@ class Block(NamedTuple):
 
 class Gathered:
     """k (s/N, b, ng, hn), v (s/N, b, ng, hv): this rank's. `blocks` once; in a backward pass `add` after each of them,
-    in their order, then `sums`."""
+    in their order, then `sums`.  count: of the blocks."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, group):
+        self.count = 2 + (0 < group.rank() < group.size() - 1)
         self._own, self._group = (k, v), group
         self._gradients: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
 
@@ -96,6 +97,7 @@ class Fetched:
     """As Gathered."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, group):
+        self.count = group.size()
         self._own, self._group = (k.contiguous(), v.contiguous()), group
         self._round = 0
         self._totals: tuple[torch.Tensor, ...] = ()  # FP32

@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+from .. import ops
 from ..errors import UserError
 from ..flags.stock import FETCHED_ABOVE
 from .context_exchange import Fetched, Gathered
@@ -97,13 +98,18 @@ class _ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale: float, kernel: Kernel, exchange):
-        merged, rest = _Merged(), ()
-        for first, keys, values, causal in exchange(k, v).blocks():
-            out, lse, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), causal, scale)
-            merged.add(first, out, lse)
-            del keys, values, out, lse  # the next block may take their memory
-        y = merged.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, y, merged.lse, *rest)
+        ours = exchange(k, v)
+        y = lse = None
+        rest: tuple = ()
+        for i, (first, keys, values, causal) in enumerate(ours.blocks(), 1):
+            out, of_block, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), causal, scale)
+            part = out.permute(2, 0, 1, 3)
+            if y is None:
+                y, lse = part, of_block.clone()
+            else:  # in FP32 between blocks
+                y = ops.merge_attention(y, lse, part, of_block, q.dtype if i == ours.count else torch.float32)
+            del keys, values, out, of_block, part  # the next block may take their memory
+        ctx.save_for_backward(q, k, v, y, lse, *rest)
         ctx.how = scale, kernel, exchange
         return y
 
@@ -111,13 +117,16 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx, dy):
         q, k, v, y, lse, *rest = ctx.saved_tensors
         scale, kernel, exchange = ctx.how
-        dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-        ours = exchange(k, v)
+        ours, dq = exchange(k, v), None
+        wide = q.dtype if ours.count == 2 else torch.float32  # the sum of two is rounded once in either
         for first, keys, values, causal in ours.blocks():
             operands = map(_heads, (dy[first:], q[first:], keys, values, y[first:]))
             grads = kernel.backward(*operands, lse[..., first:].contiguous(), causal, scale, *rest)
             of_queries, of_keys, of_values = (t.permute(2, 0, 1, 3) for t in grads)
-            dq[first:] += of_queries
+            if dq is None:
+                dq = of_queries.to(wide, memory_format=torch.contiguous_format)
+            else:
+                dq[first:] += of_queries
             ours.add(of_keys, of_values)
             del keys, values, grads, of_queries, of_keys, of_values
         dk, dv = ours.sums()
@@ -127,25 +136,6 @@ class _ContextAttention(torch.autograd.Function):
 def _heads(t: torch.Tensor) -> torch.Tensor:
     """(s, b, heads, hn) -> torch's kernels' order, (b, heads, s, hn): a view."""
     return t.permute(1, 2, 0, 3)
-
-
-class _Merged:
-    """out (s, b, np, hv) and lse (b, np, s) in FP32, of all blocks so far. The first one has all rows."""
-
-    out: torch.Tensor
-    lse: torch.Tensor | None = None
-
-    def add(self, first: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge a block's out (b, np, s, hv) and lse (b, np, s) of the rows from `first` on."""
-        if self.lse is None:
-            self.out = out.permute(2, 0, 1, 3).to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-            self.lse = lse.clone()
-            return
-        before = self.lse[..., first:]
-        whole = torch.logaddexp(before, lse)
-        old, new = ((part - whole).exp_().unsqueeze(-1) for part in (before, lse))
-        _heads(self.out[first:]).mul_(old).addcmul_(out, new)
-        before.copy_(whole)
 
 
 # --- the kernels

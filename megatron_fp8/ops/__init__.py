@@ -7,6 +7,7 @@ from ..numerics import emulation
 from . import (
     reference,
     reference_activation,
+    reference_attention,
     reference_cross_entropy,
     reference_embedding,
     reference_norm,
@@ -29,6 +30,7 @@ activate_quantize = operation(reference_activation.activate_quantize, "activatio
 activate_backward_quantize = operation(reference_activation.activate_backward_quantize, "activation")
 split_qkv = operation(reference_qkv.split_qkv, "qkv")
 join_qkv = operation(reference_qkv.join_qkv, "qkv")
+merge_attention = operation(reference_attention.merge_attention, "attention")
 count_cast = operation(reference_statistics.count_cast, "statistics")
 emulate = operation(emulation.emulate, "emulate")
 norm = operation(reference_norm.norm, "norm")

@@ -53,7 +53,7 @@ class Handed:
     """A rank's exchange that takes the other ranks' K and V from `wholes`, and adds gradients to `sums`."""
 
     def __init__(self, k, v, group, *, parts, wholes, totals):
-        self.own, self.parts, self.totals = (k, v), parts, totals
+        self.own, self.parts, self.totals, self.count = (k, v), parts, totals, len(parts)
         self.wholes = [F.pad(t, (0, own.shape[3] - t.shape[3])) for t, own in zip(wholes, (k, v), strict=True)]
 
     def blocks(self):

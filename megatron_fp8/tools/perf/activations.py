@@ -11,11 +11,9 @@ inputs. With --fp8-activations, norms' inputs and fc1's output take one byte and
 model assumes flash attention. The peak is in the loss (last stage) or in the backward pass of a layer, with as many
 micro-batches in flight as the schedule allows.
 
-A layer's backward pass has its peak in the MLP. With a level's context parallelism the peak may be in attention. For T
-tokens on each of N ranks that holds 6 T A bytes, and 4 T K bytes (K and V of a rank, or their gradients) 2 N times if
-they are gathered; N + 2 times, at most 49/8, if they are fetched. These are counts of the tensors of
-layers/context_exchange.py, on the rank that has most. The MLP's activations are freed by then. What Transformer
-Engine's attention holds is not counted.
+A layer's backward pass has its peak in the MLP. With a level's context parallelism the peak may be in attention, when
+the MLP's activations are freed. `context` counts the tensors of layers/context_exchange.py on the rank that has most.
+What Transformer Engine's attention holds is not counted.
 """
 
 from ...errors import UserError
@@ -139,7 +137,18 @@ def _backward_of_attention(w: Workload) -> float:
 
 
 def context(w: Workload) -> float:
-    """Bytes of tensors that a level's context-parallel attention makes and frees in a layer's backward pass."""
-    own = 4 * w.tokens * w.groups / w.tensor  # K and V, or their gradients, of a rank's tokens
-    times = min(w.context + 2, 49 / 8) if w.fetches else 2 * w.context
-    return times * own + 6 * w.tokens * w.heads / w.tensor
+    """Bytes of tensors that a level's context-parallel attention makes and frees in a layer's backward pass.
+
+    Two sizes, on N ranks:  a rank's own K and V, or their gradients        a tensor in BF16 like its queries
+
+        two ranks           4                                               2   (dQ of both blocks)
+        gathered            2 N          on the last rank                   2
+                            2 N - 1      on the rank before it              3   (dQ of three blocks, added in FP32)
+        fetched             N + 2, at most 49/8                             3
+    """
+    n, own, like_queries = w.context, 4 * w.tokens * w.groups / w.tensor, 2 * w.tokens * w.heads / w.tensor
+    if n == 2:
+        return 4 * own + 2 * like_queries
+    if w.fetches:
+        return min(n + 2, 49 / 8) * own + 3 * like_queries
+    return max(2 * n * own + 2 * like_queries, (2 * n - 1) * own + 3 * like_queries)
