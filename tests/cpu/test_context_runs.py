@@ -73,3 +73,14 @@ def test_o3_trains(ranks, flags):
     assert cut.losses == pytest.approx(whole.losses, abs=5e-3)
     assert cut.losses[0] - cut.losses[-1] > 0.2
     assert any("over context parallelism: cp_gather" in line for line in cut.lines)
+
+
+@pytest.mark.slow
+def test_transformer_engines_attention_in_its_place():
+    """A stand-in for it (tests/stand_in_te.py), whose ranks gather keys."""
+    flags = [*RUN, *f"--fp8-level O3 --use-distributed-optimizer {CP}".split()]
+    ours = run_megatron(2, flags, timeout=300)
+    te = [*flags, "--fp8-attention", "te", "--no-create-attention-mask-in-dataloader"]
+    theirs = run_megatron(2, te, script="tests/scripts/with_stand_in_te.py", timeout=300, cold=True)
+    assert theirs.losses == pytest.approx(ours.losses, abs=5e-3) and theirs.losses != ours.losses
+    assert not any("over context parallelism: cp_gather" in line for line in theirs.lines)

@@ -41,6 +41,7 @@ NAMES = {
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, __nv_bfloat16, true, false>",
     ],
     kinds.ATTENTION: [
+        "_attention_merge_kernel",
         SDPA + "bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0_0",
         SDPA + "fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
         "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*, void*)",
