@@ -105,7 +105,7 @@ class _ContextAttention(torch.autograd.Function):
             out, of_block, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), causal, scale)
             part = out.permute(2, 0, 1, 3)
             if y is None:
-                y, lse = part, of_block.clone()
+                y, lse = part, of_block.clone(memory_format=torch.contiguous_format)
             else:  # in FP32 between blocks
                 y = ops.merge_attention(y, lse, part, of_block, q.dtype if i == ours.count else torch.float32)
             del keys, values, out, of_block, part  # the next block may take their memory
