@@ -1,6 +1,7 @@
 """What every test gets: one thread a process, a clear reason where a GPU is missing, and its turn."""
 
 import os
+import sys
 
 import pytest
 
@@ -8,12 +9,15 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Files that take long, the longest first: a worker of xdist takes a file as a whole, and nobody should begin a long one
 # when the others have nothing left. First those of the nightly tests, 4 to 27 minutes of a worker each, of which
-# Slurm's mostly wait; then what takes 10 to 70 seconds of every change's tests (--durations, 2026-11-24 and 23).
+# Slurm's mostly wait; then what takes 6 to 35 CPU seconds of every change's tests (2026-11-26).
 LONG = """test_layouts test_checkpoints test_slurm test_config_rehearsals test_kills test_latent_runs test_forked_runs
-test_emulation_runs test_triton_interpreter test_architecture test_lab_report test_levels test_lab_sweep test_safety
-test_stock_equality test_probe_runs test_overlap_runs test_gradient_runs test_watch_runs test_entry test_activation_runs
-test_reduce test_benchmarks test_fp8_head test_metrics_runs test_saves test_rehearsal test_tutorial test_build_ahead
-test_sharpness_runs test_monitor_runs test_full_rank test_seams test_rehearsal_runs test_slurm_script""".split()
+test_emulation_runs test_lab_report test_triton_interpreter test_dpo_runs test_architecture test_expert_runs test_safety
+test_levels test_watch_runs test_lab_sweep test_processes test_gradient_runs test_seams test_hf_folder
+test_step_graph_ranks test_frozen_runs test_stock_equality test_context_runs test_rehearsal test_metrics_runs
+test_probe_runs test_benchmarks test_overlap_runs test_plugin test_monitor_runs test_grad_studies test_fp8_head
+test_rehearsal_runs test_emulation test_fused_gradients test_slurm_plants test_cutlass_build test_estimate
+test_slurm_script test_sft_runs test_injections test_launch_script test_reduce test_saves test_changed_resumes
+test_contributing test_entry test_bisect""".split()
 
 
 def _why_no_fp8_gpu() -> str | None:
@@ -27,10 +31,21 @@ def _why_no_fp8_gpu() -> str | None:
     return None
 
 
+def _read_help_once() -> None:
+    """Keep the help that Megatron's parser reads from the source of its configurations: half of the time to build it,
+    and hundreds of tests build one."""
+    module = sys.modules.get("megatron.training.argument_utils")
+    if module is not None and not hasattr(module.ArgumentGroupFactory._get_field_docstrings, "__wrapped__"):
+        from megatron_fp8.tools.rehearsal.ranks import read_once
+
+        module.ArgumentGroupFactory._get_field_docstrings = read_once(module.ArgumentGroupFactory._get_field_docstrings)
+
+
 @pytest.fixture(autouse=True)
 def _environment():
     """A test that builds a model leaves Megatron's NVTE_* variables behind, which runs started later would inherit."""
     before = dict(os.environ)
+    _read_help_once()
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -1,6 +1,8 @@
 """Triton's interpreter, made right and made fast, in a process that runs files of tests/gpu without a GPU.
 
-    {file}, a line each on stdin   ->   [exit code, "what pytest printed"], a line of JSON each on stdout
+    {file} {every}, a line each on stdin   ->   [exit code, "what pytest printed"], a line of JSON each on stdout
+
+Of each test's cases each `every`th is run, the first among them.
 
 A process of its own, since triton decides at its import whether to interpret; it forks one for each file, so that torch
 and triton are imported once. What it mends: float conversions round halves up, lose carries and break FP8 subnormals,
@@ -20,6 +22,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -157,7 +160,24 @@ def hasten() -> None:
     core.dtype.__eq__, meaning.cast, meaning.broadcast_impl_value = is_same, cast_other, broadcast_other
 
 
-def run(file: str) -> tuple[int, str]:
+class Thinned:
+    """A plugin of pytest: of each test's cases each `every`th, the first among them."""
+
+    def __init__(self, every: int):
+        self._every = every
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        seen: Counter[str] = Counter()
+        kept = []
+        for item in items:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % self._every == 0:
+                kept.append(item)
+            seen[name] += 1
+        items[:] = kept
+
+
+def run(file: str, every: int) -> tuple[int, str]:
     """pytest's exit code for that file, in a fork, and all that was printed."""
     with tempfile.TemporaryFile() as output:
         child = os.fork()
@@ -167,7 +187,8 @@ def run(file: str) -> tuple[int, str]:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
                 # Hypothesis, which nothing here uses, would be imported by each to say that it found nothing.
-                code = pytest.main([file, "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"])
+                words = [file, "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+                code = pytest.main(words, plugins=[Thinned(every)])
                 sys.stdout.flush()
             os._exit(code)
         status = os.waitpid(child, 0)[1]
@@ -180,4 +201,5 @@ if __name__ == "__main__":
     mend()
     gc.freeze()  # of what is there nothing goes away, and no fork looks for it again
     for line in sys.stdin:
-        print(json.dumps(run(line.strip())), flush=True)
+        file, every = line.split()
+        print(json.dumps(run(file, int(every))), flush=True)

@@ -33,7 +33,7 @@ def said(nproc: int, flags: list[str]) -> str:
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
-        pytest.param(4, "--micro-batch-size 2", id="as many micro-batches"),
+        pytest.param(4, "--micro-batch-size 2", id="as many micro-batches", marks=nightly),
         pytest.param(1, "--calculate-per-token-loss", id="no share", marks=nightly),
         pytest.param(1, "--seq-length 32", id="shorter", marks=nightly),
         pytest.param(1, "--fp8-format e4m3", id="another range"),

@@ -63,7 +63,10 @@ def test_the_losses_of_one_rank_with_keys_that_are_fetched(case):
     check(*FETCHED[case], script="tests/scripts/fetched_keys.py")
 
 
-@pytest.mark.parametrize(("ranks", "flags"), [(2, CP), (4, f"{CP} {TP} --sequence-parallel --fp8-activations")])
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, CP), pytest.param(4, f"{CP} {TP} --sequence-parallel --fp8-activations", marks=pytest.mark.slow)],
+)
 def test_o3_trains(ranks, flags):
     """As one rank a sequence: FP8's scales are agreed over context parallelism, its roundings are others."""
     _, _, *others = flags.split()

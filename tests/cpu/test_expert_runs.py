@@ -51,8 +51,9 @@ ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 ZERO = "--use-distributed-optimizer"
 
 
-QUICK = [(1, ""), (2, f"{ZERO} --expert-model-parallel-size 2 {ALL_TO_ALL}")]
+QUICK = [(2, f"{ZERO} --expert-model-parallel-size 2 {ALL_TO_ALL}")]
 NIGHTLY = [
+    (1, ""),
     (2, "--expert-model-parallel-size 2"),
     (1, f"{ALL_TO_ALL} --moe-expert-capacity-factor 0.5"),
     (1, "--moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type aux_loss"),
@@ -84,7 +85,7 @@ def test_routed_experts_train_as_stocks(ranks, more):
     assert ours.grad_norms == pytest.approx(stock.grad_norms, rel=2e-3)
 
 
-@pytest.mark.parametrize("level", ["O1", "O3"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O3"])
 def test_routed_experts_train_in_fp8(level):
     spread = f"{ZERO} --expert-model-parallel-size 2 {ALL_TO_ALL} --fp8-log-interval 2"
     run = train(f"{OWNED} --fp8-level {level} {spread}", 2, 6)

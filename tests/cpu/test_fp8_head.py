@@ -4,7 +4,7 @@ import pytest
 from launch import RunFailed
 from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron
 
-UNTIED = [*TINY_GPT, *SIX_STEPS]
+UNTIED = [*TINY_GPT, *SIX_STEPS, "--global-batch-size", "4"]
 TIED = [flag for flag in UNTIED if flag != "--untie-embeddings-and-output-weights"]
 
 

@@ -14,7 +14,7 @@ SLOW = pytest.mark.slow
     ("base", "ranks", "flags"),
     [
         (TIED, 1, "--position-embedding-type learned_absolute"),
-        (UNTIED, 1, "--mtp-num-layers 1"),
+        pytest.param(UNTIED, 1, "--mtp-num-layers 1", marks=SLOW),
         pytest.param(
             TIED, 2, "--mtp-num-layers 1 --mtp-loss-scaling-factor 100 --pipeline-model-parallel-size 2", marks=SLOW
         ),

@@ -65,7 +65,7 @@ def test_in_full_precision_overlapped_buckets_train_as_stocks_do(nproc, flags):
     ("storage", "wire"),
     [
         ("fp8", "block"),
-        ("fp8", "shared"),
+        pytest.param("fp8", "shared", marks=nightly),  # test_safety.py trains with it
         pytest.param("bf16", "block", marks=nightly),
         pytest.param("fp32", "block", marks=nightly),
         pytest.param("fp32", "shared", marks=nightly),
@@ -112,7 +112,7 @@ def test_the_two_level_reduction_trains(nproc, cut):
 @pytest.mark.parametrize(
     ("nproc", "flags"),
     [
-        (2, cells("fp8", "block")),
+        pytest.param(2, cells("fp8", "block"), marks=nightly),  # test_overlap_runs.py has it, with O3
         pytest.param(2, cells("fp32", "shared"), marks=nightly),
         pytest.param(2, cells("fp8", "block") + INTERLEAVED, marks=nightly),
         pytest.param(4, cells("fp8", "block") + INTERLEAVED, marks=nightly),

@@ -153,10 +153,14 @@ QUICK = [
     # And all traffic of tensor parallelism in FP8, under 1F1B.
     pytest.param(Model(3), Layout(tp=2, pp=3, sequence=True, more=SHARDED), "O3", SUMS, id="duplicates"),
     pytest.param(
-        Model(4, tied=True, biases=True), Layout(pp=2, dp=2, virtual=True, more=SHARDED), "O1", "", id="interleaved"
+        Model(4, tied=True, biases=True), Layout(pp=2, virtual=True, more=SHARDED), "O1", "", id="interleaved"
     ),
-    # A stage of the embedding alone, one of the loss alone.
-    pytest.param(Model(4), Layout(pp=4, more="--pipeline-model-parallel-layout E|tt|tt|L"), "O2", "", id="no-layer"),
+    # A stage of the embedding alone, one of the loss alone; the latter has test_checkpoints.py for every change.
+    pytest.param(
+        *(Model(4), Layout(pp=4, more="--pipeline-model-parallel-layout E|tt|tt|L"), "O2", ""),
+        id="no-layer",
+        marks=nightly,
+    ),
     pytest.param(
         Model(2, experts=4), Layout(dp=2, ep=2, more=f"{SHARDED} {ALL_TO_ALL}"), "O3", "", id="experts", marks=nightly
     ),

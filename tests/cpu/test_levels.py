@@ -4,7 +4,7 @@ import pytest
 from launch import ROOT
 from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron, script_path
 
-FEW = [*TINY_GPT, *SIX_STEPS]
+FEW = [*TINY_GPT, *SIX_STEPS, "--global-batch-size", "4"]  # two micro-batches, or one on each of two ranks
 O1 = ["--fp8-level", "O1"]
 
 
@@ -14,7 +14,7 @@ def stock():
 
 
 def close_to(run, stock, loss=4e-3, norm=2e-2):
-    assert stock.losses[-1] < stock.losses[0] - 0.3
+    assert stock.losses[-1] < stock.losses[0] - 0.25
     assert len(run.losses) == len(stock.losses)
     assert run.losses == pytest.approx(stock.losses, abs=loss)
     assert run.grad_norms == pytest.approx(stock.grad_norms, abs=norm)
@@ -48,11 +48,12 @@ def test_o1_trains_like_stock(nproc, flags, stock):
 
 
 def test_tensor_and_sequence_parallel():
-    """Stock's torch norm refuses sequence parallelism; the reference is tensor parallelism without it."""
+    """Stock's torch norm refuses sequence parallelism; the reference is tensor parallelism without it.
+
+    A level without it: test_layouts.py.
+    """
     tp = [*FEW, "--tensor-model-parallel-size", "2"]
-    stock = run_megatron(2, tp)
-    close_to(run_megatron(2, [*tp, *O1]), stock)
-    close_to(run_megatron(2, [*tp, "--sequence-parallel", *O1]), stock)
+    close_to(run_megatron(2, [*tp, "--sequence-parallel", *O1]), run_megatron(2, tp))
 
 
 def test_pipeline_parallel():
@@ -75,21 +76,23 @@ def test_what_trades_memory_for_time_changes_no_digit(flags):
 
 def test_evaluation_in_the_middle_changes_no_step():
     data = "--split 80,20,0 --eval-iters 2".split()
-    plain = run_megatron(2, [*FEW, *O1, *data, "--use-distributed-optimizer"])
-    evaluated = run_megatron(2, [*FEW, *O1, *data, "--use-distributed-optimizer", "--eval-interval", "3"])
+    plain = run_megatron(2, [*FEW, *O1, *data, "--use-distributed-optimizer", "--train-iters", "5"])
+    often = ["--train-iters", "5", "--eval-interval", "2"]
+    evaluated = run_megatron(2, [*FEW, *O1, *data, "--use-distributed-optimizer", *often])
     assert evaluated.losses == plain.losses
     assert len(evaluated.validation_losses) > 2
     assert evaluated.validation_losses[2] < evaluated.validation_losses[0]
 
 
-def test_ranks_and_accumulation_change_only_the_wire(stock):
+def test_ranks_and_accumulation_change_only_the_wire():
     """The same global batch on 1 and 2 ranks: the gradients differ by one FP8 rounding on the wire."""
-    one = run_megatron(1, [*FEW, *O1, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
-    two = run_megatron(2, [*FEW, *O1, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
+    few = [*TINY_GPT, *SIX_STEPS, *O1]  # two micro-batches on each of two ranks
+    one = run_megatron(1, [*few, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
+    two = run_megatron(2, [*few, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
     # The order of a sum, until it tips an FP8 rounding: what is cast is not on BF16's grid, which hid differences.
     assert two.losses[:5] == pytest.approx(one.losses[:5], abs=1e-5)
     assert two.losses == pytest.approx(one.losses, abs=2e-4)
-    wire = run_megatron(2, [*FEW, *O1])
+    wire = run_megatron(2, few)
     assert wire.losses != two.losses and wire.losses == pytest.approx(two.losses, abs=1e-3)
 
 
@@ -106,12 +109,12 @@ def test_gpt2_style_model():
     flags = "--normalization LayerNorm --position-embedding-type learned_absolute --num-query-groups 2 "
     flags += "--group-query-attention --apply-layernorm-1p --qk-layernorm"
     run = run_megatron(2, [*(f for f in FEW if f not in dropped), *flags.split(), *O1])
-    assert run.losses[-1] < run.losses[0] - 0.2
+    assert run.losses[-1] < run.losses[0] - 0.15
 
 
 def test_experts_stay_in_bf16():
     run = run_megatron(1, [*FEW, *"--num-experts 4 --moe-router-topk 2 --moe-layer-freq [0,1]".split(), *O1])
-    assert run.losses[-1] < run.losses[0] - 0.2
+    assert run.losses[-1] < run.losses[0] - 0.15
     assert sum("[fp8] " in line and "experts" in line for line in run.lines) == 1
 
 
@@ -125,7 +128,8 @@ def test_model_provider_scripts_work(stock):
 
 
 def test_the_log_says_what_is_held_and_sent():
-    run = run_megatron(2, [*FEW, *O1, "--use-distributed-optimizer", "--train-iters", "4"])
+    two = "--global-batch-size 8".split()  # micro-batches on each rank
+    run = run_megatron(2, [*FEW, *two, *O1, "--use-distributed-optimizer", "--train-iters", "3"])
     (at,) = [i for i, line in enumerate(run.lines) if "[fp8] O1: " in line]
     assert run.lines[at].endswith(
         "[fp8] O1: the GEMMs of 8 of 8 linears are in FP8 (E4M3 and E5M2, delayed scales, by this package's emulation "

@@ -81,7 +81,8 @@ def test_a_skipped_step_is_not_a_number(tmp_path):
 
 
 def test_the_lab_runs_an_arm_without_a_level(tmp_path, monkeypatch):
-    """A stock arm: under torchrun, through the module that loads the plugin into any script."""
+    """A stock arm: under torchrun, through the module that loads the plugin into any script. A rank that is forked
+    from a warm process, as most tests start theirs, has the same losses."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     command = ["-m", "megatron_fp8", "pretrain_gpt_fp8.py", *TINY_GPT, "--train-iters", "3"]
@@ -95,4 +96,7 @@ def test_the_lab_runs_an_arm_without_a_level(tmp_path, monkeypatch):
     finally:
         training.close()
     assert training.poll() == 0, training.end()
-    assert training.loads_plugin and [step for step, values in found if "loss" in values] == [1, 2, 3]
+    losses = {step: values["loss"] for step, values in found if "loss" in values}
+    assert training.loads_plugin and [*losses] == [1, 2, 3]
+    _, forked = measured(tmp_path, 1, "--train-iters 3")
+    assert forked["loss"] == losses

@@ -60,6 +60,7 @@ def test_a_step_over_stocks_threshold_is_skipped_and_told():
     """OptimizerConfig.grad_norm_skip_threshold: on all ranks, also where a stage's rank has no parameter of stock's."""
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --disable-bias-linear".split()
     flags = [*TINY_GPT, *layout, "--fp8-level", "O3", "--fp8-log-interval", "1", "--fp8-on-spike", "log"]
+    flags += ["--global-batch-size", "4"]
     plain = run_megatron(4, [*flags, "--train-iters", "4"])
     first, *rest = plain.grad_norms
     assert first < max(rest)
@@ -138,8 +139,9 @@ def test_an_o1_checkpoint_loads_in_stock(tmp_path):
 def test_a_pretrained_checkpoint_is_read_as_one_that_is_loaded(tmp_path):
     """Alone, without --load and --save: verified, found without its tracker, refused in one line."""
     folder = tmp_path / "first"
-    run_megatron(1, [*TINY_GPT, "--fp8-level", "O3", "--save", str(folder), "--save-interval", "5", *FIVE])
-    start = [*TINY_GPT, "--fp8-level", "O3", "--train-iters", "3"]
+    few = [*TINY_GPT, "--fp8-level", "O3", "--global-batch-size", "4"]
+    run_megatron(1, [*few, "--save", str(folder), "--save-interval", "5", *FIVE])
+    start = [*few, "--train-iters", "3"]
     pretrained = [*start, "--pretrained-checkpoint", str(folder)]
     loaded = run_megatron(1, [*start, "--load", str(folder), "--finetune"])
     assert run_megatron(1, pretrained).losses == loaded.losses

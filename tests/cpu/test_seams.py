@@ -6,6 +6,7 @@ from megatron_runs import TINY_GPT, run_megatron, script_path
 SCRIPT, HALVES = "tests/scripts/two_sets.py", "tests/scripts/halves.py"
 EXACT = "--fp8-level O1 --fp8-grad-accum fp32 --fp8-grad-reduce fp32 --use-distributed-optimizer".split()
 STEPS = 4
+nightly = pytest.mark.slow
 FEW = ["--train-iters", str(STEPS), "--lr-decay-iters", "10"]
 
 
@@ -26,7 +27,7 @@ def test_two_sets_train_as_one_does_and_an_observer_sees_every_cast():
     assert said(two, "seen")[0] == str({"role 0": casts, "role 1": casts, "steps": STEPS})
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("level", [pytest.param("O2", marks=nightly), "O3"])
 def test_two_sets_are_saved_and_resumed(level, tmp_path):
     flags = ["--fp8-level", level, "--use-distributed-optimizer", "--save", str(tmp_path), "--save-interval", "3"]
     whole = run(flags)
@@ -34,7 +35,9 @@ def test_two_sets_are_saved_and_resumed(level, tmp_path):
     assert again.losses == whole.losses[3:] != [] and again.grad_norms == whole.grad_norms[3:]
 
 
-@pytest.mark.parametrize("flags", ["O2", "O3", "O3 --fp8-ckpt-compact"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param("O2", marks=nightly), "O3", pytest.param("O3 --fp8-ckpt-compact", marks=nightly)]
+)
 def test_a_set_with_groups_of_its_own_is_saved_and_resumed(flags, tmp_path):
     """As experts: each half of the ranks has other weights, and nothing of one half's is the other's replica."""
     flags = f"--fp8-level {flags} --use-distributed-optimizer --fp8-log-interval 2 --fp8-on-spike log".split()

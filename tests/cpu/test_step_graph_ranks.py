@@ -10,12 +10,10 @@ FLAGS = "--fp8-log-exact --train-iters 7 --lr-decay-iters 10 --eval-iters 1 --ev
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 VIRTUAL = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
-CASES = {
-    "data": (2, f"--fp8-level O3 {SHARDED}"),
-    "sequence": (2, "--fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel"),
-}
+CASES = {"data": (2, f"--fp8-level O3 {SHARDED}")}
 CONTEXT = "--context-parallel-size 2 --attention-backend auto"
 MORE = {
+    "sequence": (2, "--fp8-level O3 --tensor-model-parallel-size 2 --sequence-parallel"),
     "one": (1, "--fp8-level O3 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "virtual": (2, f"--fp8-level O3 {VIRTUAL}"),
     "context": (2, f"--fp8-level O3 {CONTEXT}"),
@@ -99,6 +97,7 @@ def test_graphs_of_layers_become_graphs_of_steps(asked):
     assert any("is a CUDA graph from now on" in line for line in run.lines)
 
 
+@pytest.mark.slow  # when "auto" wants one: tests/unit/test_step_graph.py
 def test_auto_records_if_the_gpu_waits_for_its_host():
     """A CPU that stands for one is always done."""
     run = run_megatron(2, [*TINY_GPT, *FLAGS, "--fp8-level", "O3", "--fp8-step-graph", "auto"], script=TAPE)

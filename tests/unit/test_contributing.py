@@ -66,6 +66,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # the page's test of the backend; the other one trains with it
 def test_the_backends_test_passes(copy):
     """And it is a test: the reference is not the same to the bit."""
     said = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_decoded.py")

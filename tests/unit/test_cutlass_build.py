@@ -195,7 +195,7 @@ def test_processes_that_start_together_build_it_once(machine):
     code = "from megatron_fp8.gemm import cutlass_build as b; print(b.library(jobs=1))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "site"), *sys.path])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(3)]
+    started = [subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) for _ in range(2)]
     ended = [process.communicate() for process in started]
     assert len({out for out, _ in ended}) == 1 and sum(err.count("built the CUTLASS GEMMs") for _, err in ended) == 1
     assert len(calls()) == len(list(build.SOURCES.glob("*.cu"))) + 1

@@ -281,6 +281,7 @@ def test_a_run_leaves_nothing(tmp_path):
     assert not found and hooked > 30 and there > 2000
 
 
+@pytest.mark.slow
 def test_what_a_run_would_leave_is_found():
     """If nothing is forgotten: bytes that were sent, tables of the rotary embedding, lines."""
     found, *_ = left("--fp8-level", "O1", env={"FORGET_NOTHING": "1"})

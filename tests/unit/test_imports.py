@@ -16,6 +16,16 @@ PACKAGE, PAGE = ROOT / "megatron_fp8", ROOT / "docs/architecture.md"
 
 
 @functools.cache
+def statements(text: str) -> tuple[list[ast.stmt], set[ast.stmt]]:
+    """A module's imports, and those among them that stand under `if TYPE_CHECKING:`."""
+    kinds, tree = (ast.Import, ast.ImportFrom), ast.parse(text)
+    every = list(ast.walk(tree))
+    guards = [node for node in every if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    guarded = {node for guard in guards for node in ast.walk(guard) if isinstance(node, kinds)}
+    return [node for node in every if isinstance(node, kinds)], guarded
+
+
+@functools.cache
 def imports(package, types: bool = True) -> set[tuple[str, str]]:
     """(file, module) for each import inside the package, at any depth; both are relative to the package.
 
@@ -25,20 +35,13 @@ def imports(package, types: bool = True) -> set[tuple[str, str]]:
     for path in package.rglob("*.py"):
         file = path.relative_to(package)
         inside = [package.name, *file.parent.parts]
-        tree = ast.parse(path.read_text())
-        ifs = [] if types else [node for node in ast.walk(tree) if isinstance(node, ast.If)]
-        guards = [node for node in ifs if ast.unparse(node.test) == "TYPE_CHECKING"]
-        left_out = {id(node) for guard in guards for node in ast.walk(guard)}
-        for node in ast.walk(tree):
-            if id(node) in left_out:
-                continue
+        every, guarded = statements(path.read_text())
+        for node in every if types else [node for node in every if node not in guarded]:
             if isinstance(node, ast.Import):
                 modules = [alias.name.split(".") for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 above = inside[: len(inside) + 1 - node.level] if node.level else []
                 modules = [[*above, *(node.module or "").split("."), alias.name] for alias in node.names]
-            else:
-                continue
             for first, *rest in ([part for part in parts if part] for parts in modules):
                 if first == package.name and rest != ["__version__"]:  # which is the package's own word, and no room's
                     found.add((str(file), ".".join(rest)))

@@ -155,10 +155,11 @@ def test_a_store_that_was_cut_is_one_line(path, size):
     assert said(report, path)
 
 
-def test_random_bytes_are_one_line_or_other_numbers(whole, path):
-    """200 stores, each with 1 to 200 bytes changed, in one place or scattered."""
+@pytest.mark.parametrize("stores", [50, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_bytes_are_one_line_or_other_numbers(whole, path, stores):
+    """Stores, each with 1 to 200 bytes changed, in one place or scattered."""
     content, told = whole.read_bytes(), 0
-    for seed in range(200):
+    for seed in range(stores):
         generator = random.Random(seed)
         damaged, count = bytearray(content), generator.choice((1, 3, 20, 200))
         start = generator.randrange(len(content))
@@ -168,4 +169,4 @@ def test_random_bytes_are_one_line_or_other_numbers(whole, path):
         for use in (report, sweep):
             path.write_bytes(damaged)
             told += said(use, path) is not None
-    assert told > 70
+    assert told > 0.35 * stores

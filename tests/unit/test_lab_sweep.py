@@ -102,7 +102,7 @@ def function_of_the_curves(report: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in report.items() if not name.startswith("runs.")}
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_sweep_that_is_ended_in_the_middle_makes_the_same_report(tmp_path, number, undisturbed):
     cut = tmp_path
     write(cut, SLOW.replace("--begun", "--gate gate --begun"))

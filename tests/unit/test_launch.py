@@ -60,6 +60,7 @@ def test_the_lines_of_a_real_run_are_read():
 CHILD = re.compile(r"^the child is (\d+)\n", re.M)
 
 
+@pytest.mark.slow  # as test_processes.py's run that is stopped with all its processes, through another door
 def test_a_run_that_hangs_is_killed_with_its_children(tmp_path, monkeypatch):
     script = tmp_path / "hang.py"
     script.write_text(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 from lab_runs import gone, wait_for
 from launch import ROOT
 
@@ -14,6 +15,7 @@ from megatron_fp8 import processes
 from megatron_fp8.processes import TorchRun, identity, last_words, living, stop
 
 
+@pytest.mark.slow  # test_launch.py's run that fails shows its own words, through another door
 def test_torchrun_starts_every_process_and_reports_its_failure(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys, time\n"

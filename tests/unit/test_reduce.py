@@ -240,7 +240,7 @@ def reduce_a_padded_bucket(rank, ranks, record):
             record.found[f"padded {storage} {step}"] = bucket.reduced.square_sum()
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=[2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def run(request, tmp_path_factory):
     """.ranks, and for every reduction .found[rank][name] and .sent[rank][name]."""
     ranks, folder = request.param, tmp_path_factory.mktemp("ranks")

@@ -1,10 +1,12 @@
 """No save loses a checkpoint: if killed anywhere, on a full disk, with two runs at once, over an existing one."""
 
+import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
-import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -266,17 +268,24 @@ HOLD = "import sys, time; from megatron_fp8.checkpoint import saves; saves.claim
 
 def test_two_runs_of_one_folder(tmp_path):
     """The second is refused until the first has ended, in any way, even if its child processes still run."""
-    child = "import subprocess; subprocess.Popen(['sleep', '60']); time.sleep(60)"
-    command = [sys.executable, "-W", "ignore", "-c", HOLD + child, str(tmp_path)]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "."})
+    reading, writing = os.pipe()
+    if not (first := os.fork()):
+        with contextlib.suppress(BaseException):
+            saves.claim(str(tmp_path))
+            subprocess.Popen(["sleep", "60"])
+            os.write(writing, b"held")
+            time.sleep(60)
+        os._exit(1)
+    os.close(writing)
     try:
-        assert first.stdout.readline() == "held\n"
+        assert os.read(reading, 4) == b"held"
         with pytest.raises(ValueError, match=r"another run saves there \(saving.lock is held\); give another folder$"):
             saves.claim(str(tmp_path))
         saves.claim(str(tmp_path / "below"))
     finally:
-        first.kill()
-        first.wait()
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        os.close(reading)
     saves.claim(str(tmp_path))
     saves.claim(str(tmp_path))  # Megatron parses its arguments more than once
     (tmp_path / "link").symlink_to(tmp_path / "below")
