@@ -235,7 +235,7 @@ def table6() -> Iterator[Gap]:
 
 def stress() -> str:
     """The stress suite's verdicts, if its store is there."""
-    from megatron_fp8.tools.stress.every import SUITE
+    from megatron_fp8.tools.stress.every import suite
     from megatron_fp8.tools.stress.store import read as read_points
     from megatron_fp8.tools.stress.suite import verdicts
 
@@ -244,7 +244,7 @@ def stress() -> str:
         return "Not run on a GPU yet.\n"
     rows = [
         [f"{s.name} {s.title}", v.case, v.arm, str(v.n), f"{v.mean:.3g}", f"{s.limits[v.case]:g} {s.unit}", v.word]
-        for s in SUITE
+        for s in suite(points)
         for v in verdicts(s, points)
         if v.case in s.limits
     ]

@@ -57,29 +57,31 @@ class Inputs(Observer):
             self.seen.setdefault(f"layer {weight.layer_number}", []).append(x.detach().clone())
 
 
-def errors(inputs: list[torch.Tensor], weight: torch.Tensor, scale: Scale | None, k: float) -> list[float]:
-    """Per cent that x W^T is off, of each batch's x (M, K) after the first, with W (N, K) as it is.
+def errors(inputs: list[torch.Tensor], weight: torch.Tensor, k: float) -> dict[str, float]:
+    """{scales: per cent that x W^T is off} in the worst batch x (M, K) after the first; W (N, K) is read as it is.
 
-    scale: as in SCALES. k: the plant; 1 leaves the batches as they are.
+    k: the plant; 1 leaves the batches as they are.
     """
-    delayed = None if scale is None else DelayedScaling([E4M3], *scale, device=inputs[0].device)
-    found, before = [], inputs[0].abs().amax().float()
+    delayed = {
+        name: scale and DelayedScaling([E4M3], *scale, device=inputs[0].device) for name, scale in SCALES.items()
+    }
+    worst, before = dict.fromkeys(SCALES, 0.0), inputs[0].abs().amax().float()
     for number, x in enumerate(inputs):
         x, own = x.float(), x.abs().amax().float()
         if k > 1 and number % PERIOD == PERIOD - 1:
             x = x.clone()
             x.view(-1)[:: max(1, x.numel() // FEW)][:FEW] = k * before
-        amax = x.abs().amax()
-        used = delayed.slot_scale(0) if delayed is not None and delayed.warm else compute_scale(amax, E4M3)
-        q = encode(x, E4M3, used).float() / used
-        if number:
-            product = x @ weight.T
-            found.append(100 * float((q @ weight.T - product).norm() / product.norm()))
-        if delayed is not None:
-            delayed.record(0, amax)
-            delayed.update()
+        amax, product = x.abs().amax(), x @ weight.T
+        for name, state in delayed.items():
+            scale = state.slot_scale(0) if state and state.warm else compute_scale(amax, E4M3)
+            q = encode(x, E4M3, scale).float() / scale
+            if number:
+                worst[name] = max(worst[name], 100 * float((q @ weight.T - product).norm() / product.norm()))
+            if state:
+                state.record(0, amax)
+                state.update()
         before = own
-    return found
+    return worst
 
 
 def operands(seed: int) -> Iterator[Found]:
@@ -90,14 +92,12 @@ def operands(seed: int) -> Iterator[Found]:
         net.train(batches(seed + 2000, 4 * PERIOD))
     read = [value.float() for name, value in weights.items() if name.endswith("linear_fc2.weight")]
     for k in DIAL:
-        for arm, scale in SCALES.items():
-            every = []
-            for weight, seen in zip(read, look.seen.values(), strict=True):
-                every += errors(seen, weight, scale, k)
-            case = "operands, worst batch"
-            yield Found(arm, case, k, "error", max(every))
+        of_layers = [errors(seen, weight, k) for weight, seen in zip(read, look.seen.values(), strict=True)]
+        for arm in SCALES:
+            worst = max(of_layer[arm] for of_layer in of_layers)
+            yield Found(arm, "operands, worst batch", k, "error", worst)
             if k in (1, 4):
-                yield Found(arm, "as they come" if k == 1 else "jump of 4", k, JUDGED, max(every))
+                yield Found(arm, "as they come" if k == 1 else "jump of 4", k, JUDGED, worst)
 
 
 def gradients(seed: int) -> Iterator[Found]:

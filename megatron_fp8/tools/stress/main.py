@@ -28,6 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 lab stress`."""
     parser.add_argument("--store", required=True, metavar="FILE", help="CSV file of all numbers; made, or appended to")
     parser.add_argument("--out", metavar="DIR", help="write stress.html, stress.md and figures/ there; made if missing")
+    parser.add_argument("--late", metavar="DIR", help="S3 at the MLPs of this Hugging Face folder too, of Llama's form")
     parser.add_argument("--only", metavar="S1,...", help=f"these stresses (all: {', '.join(NAMES)})")
     parser.add_argument("--seeds", default="1", metavar="N-M", help="one seed, several (1,3), or a range (1-4); 1")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many; 0: only the page")
@@ -40,22 +41,29 @@ def run(args: Namespace) -> int:
         raise UserError(f"--minutes {args.minutes:g}: use 0 or more")
     if store.is_dir():
         raise UserError(f"--store {store}: is a folder; name a file")
-    from .every import SUITE
+    from .every import suite
+    from .late_state import NAME, layers
     from .page import lines, sections
     from .store import read
 
-    known = {(point.stress, point.seed) for point in read(store)}
-    chosen = [stress for stress in SUITE if stress.name in names]
+    points = read(store)
+    late = Path(args.late) if args.late is not None else None
+    if late is not None:
+        layers(late)  # a wrong folder ends the command here
+        names.add(NAME)
+    known = {(point.stress, point.seed) for point in points}
+    chosen = [stress for stress in suite(points, late) if stress.name in names]
     missing = [(s, seed) for seed in seeds for s in chosen if (s.name, seed) not in known]
     failed = _measure(missing, store, 60 * args.minutes) if missing and args.minutes else 0
     points = read(store)
-    print("\n".join(lines(SUITE, points)))
+    every = suite(points)
+    print("\n".join(lines(every, points)))
     if args.out and points:
         from ..lab.report.main import write
 
         folder = Path(args.out)
         (folder / "figures").mkdir(parents=True, exist_ok=True)
-        print(f"written: {', '.join(map(str, write(folder, 'stress', 'Stress suite', sections(SUITE, points))))}")
+        print(f"written: {', '.join(map(str, write(folder, 'stress', 'Stress suite', sections(every, points))))}")
     return int(failed > 0)
 
 
