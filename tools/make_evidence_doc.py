@@ -233,23 +233,23 @@ def table6() -> Iterator[Gap]:
             yield Gap(f"{name}, rate {rate:g}", "#0, FP32", losses, held["0", rate])
 
 
-def stress() -> str:
-    """The stress suite's verdicts, if its store is there."""
+def stress() -> Iterator[str]:
+    """The stress suite's verdicts, a table a store of a machine."""
     from megatron_fp8.tools.stress.every import suite
     from megatron_fp8.tools.stress.store import read as read_points
     from megatron_fp8.tools.stress.suite import verdicts
 
-    points = read_points(RESULTS / "lab/stress.csv")
-    if not points:
-        return "Not run on a GPU yet.\n"
-    rows = [
-        [f"{s.name} {s.title}", v.case, v.arm, str(v.n), f"{v.mean:.3g}", f"{s.limits[v.case]:g} {s.unit}", v.word]
-        for s in suite(points)
-        for v in verdicts(s, points)
-        if v.case in s.limits
-    ]
-    where = f"Measured on {', '.join(sorted({point.device for point in points}))}.\n\n"
-    return where + table(("stress", "case", "recipe", "seeds", "judged", "limit", "verdict"), rows)
+    for store in sorted((RESULTS / "lab").glob("stress*.csv")):
+        points = read_points(store)
+        rows = [
+            [f"{s.name} {s.title}", v.case, v.arm, str(v.n), f"{v.mean:.3g}", f"{s.limits[v.case]:g} {s.unit}", v.word]
+            for s in suite(points)
+            for v in verdicts(s, points)
+            if v.case in s.limits
+        ]
+        devices = ", ".join(sorted({point.device for point in points}))
+        yield f"[{store.name}](../benchmarks/results/lab/{store.name}), {devices}:"
+        yield table(("stress", "case", "recipe", "seeds", "judged", "at most", "verdict"), rows)
 
 
 def page() -> str:
@@ -301,7 +301,10 @@ def page() -> str:
             "[tp_sums_train.csv](../benchmarks/results/tp_sums_train.csv): held-out loss, nats a byte.",
             gaps(tensor_sums()),
         ),
-        "The stress suite": ("[lab.md](lab.md#stress) says what is planted and what is judged.", stress()),
+        "The stress suite": (
+            "[lab.md](lab.md#stress) says what is planted, what is judged, and when an arm is robust or fragile.",
+            *stress(),
+        ),
         "What cannot be known from all this": (UNKNOWN,),
     }
     parts = [INTRODUCTION]

@@ -44,7 +44,8 @@ def layers(folder: Path) -> dict[str, tuple[torch.Tensor, ...]]:
         names = [f"model.layers.{layer}.{part}.weight" for part in _PARTS]
         if count < 3 or not all(name in where for name in names):
             raise UserError(f"--late {folder}: no model of Llama's form; name a folder with its model*.safetensors")
-        found[f"layer {layer}"] = tuple(_read(where[name], name) for name in names)
+        read = tuple(_read(where[name], name) for name in names)
+        found[f"width {len(read[0])}, layer {layer} of {count}"] = read
     return found
 
 
@@ -78,7 +79,7 @@ def draw(points: list[Point]):
 
 def _limits(points: list[Point]) -> dict[str, float]:
     cases = {point.found.case for point in points}
-    return {case: LIMITS[case.partition(", ")[2]] for case in cases}
+    return {case: LIMITS[case.rpartition(", ")[2]] for case in cases}
 
 
 def stress(folder: Path | None, points: list[Point]) -> Stress:
@@ -87,8 +88,8 @@ def stress(folder: Path | None, points: list[Point]) -> Stress:
         NAME,
         "Jumps in a late state",
         "The MLPs of a model that was trained for long, with normal inputs, cast with scales of earlier batches. "
-        "Judged: the worst batch's error of fc2's product, as they come (at most 5 %), and if four elements become four "
-        "times the largest of the batch before (at most 10 %).",
+        "Judged: the worst batch's error of fc2's product, as they come (at most 5 %), and if four elements become "
+        "four times the largest of the batch before (at most 10 %).",
         _limits([point for point in points if point.stress == NAME]),
         "% of the product",
         functools.partial(measure, folder or Path()),

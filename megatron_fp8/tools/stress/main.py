@@ -43,6 +43,7 @@ def run(args: Namespace) -> int:
         raise UserError(f"--store {store}: is a folder; name a file")
     from .every import suite
     from .late_state import NAME, layers
+    from .network import device_name
     from .page import lines, sections
     from .store import read
 
@@ -53,6 +54,9 @@ def run(args: Namespace) -> int:
         names.add(NAME)
     known = {(point.stress, point.seed) for point in points}
     chosen = [stress for stress in suite(points, late) if stress.name in names]
+    others = sorted({point.device for point in points} - {device_name()})
+    if others and args.minutes:
+        raise UserError(f"--store {store}: has numbers of {', '.join(others)}; take another on this machine")
     missing = [(s, seed) for seed in seeds for s in chosen if (s.name, seed) not in known]
     failed = _measure(missing, store, 60 * args.minutes) if missing and args.minutes else 0
     points = read(store)
