@@ -19,11 +19,11 @@ import torch
 from ... import ops
 from ...engine.bucket import dithered
 from ...numerics.formats import E4M3
-from ...numerics.master import quantize_block16, split_bf16
+from ...numerics.master import quantize_block16, split_bf16, split_e4m3
 from ...numerics.scaled import ScaledTensor
 from ...numerics.scaling import adam_growth, power_of_two_scale
 from ...ops.adam import AdamHyper, adam_step
-from ...ops.adam_states import read_master
+from ...ops.adam_states import State, read_master
 from .drawing import curves
 from .network import device, size
 from .suite import JUDGED, Found, Point, Stress
@@ -40,6 +40,7 @@ ARMS = {  # name: format of the master, of the weight
     "BF16 master": ("bf16", "bf16"),
     "FP8 master": ("fp8", "bf16"),
 }
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Kept:
@@ -51,19 +52,21 @@ class Kept:
         growth = STEPS * adam_growth(hyper.lr, hyper.beta1, hyper.beta2, STEPS)
         self.scale = power_of_two_scale(start.abs().amax() + growth, E4M3)
         self.weight: torch.Tensor | ScaledTensor = start.bfloat16()
+        self.master: State
         if weight == "fp8":
-            payload, remainder = _split_e4m3(start, self.scale)
+            payload, remainder = split_e4m3(start, self.scale)
             self.weight = ScaledTensor(payload, self.scale.reciprocal())
         elif master == "remainder":
             self.weight, remainder = split_bf16(start)
-        made = {
-            "fp32": lambda: start.clone(),
-            "bf16": lambda: start.bfloat16(),
-            "fp16": lambda: quantize_block16(start),
-            "fp8": lambda: ops.quantize_blocks(start),
-            "remainder": lambda: remainder,
-        }
-        self.master = made[master]()
+        match master:
+            case "remainder":
+                self.master = remainder
+            case "fp16":
+                self.master = quantize_block16(start)
+            case "fp8":
+                self.master = ops.quantize_blocks(start)
+            case _:
+                self.master = start.to(_DTYPES[master], copy=True)
         self.began = self.read()
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,15 +78,9 @@ class Kept:
         scale = self.scale if isinstance(self.weight, ScaledTensor) else None
         adam_step(gradient, *self.moments, self.master, self.weight, hyper, one, scale)
 
-    def ways(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def ways(self) -> list[torch.Tensor]:
         """How far master and weight have come."""
-        return tuple(now - then for now, then in zip(self.read(), self.began, strict=True))  # type: ignore[return-value]
-
-
-def _split_e4m3(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    from ...numerics.master import split_e4m3
-
-    return split_e4m3(values, scale)
+        return [now - then for now, then in zip(self.read(), self.began, strict=True)]
 
 
 def measure(seed: int) -> Iterator[Found]:
