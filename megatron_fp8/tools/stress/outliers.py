@@ -14,10 +14,13 @@ held-out text above that of BF16 at the same k. Then after STEPS updates, likewi
 k = JUDGED_AT: no seed's luck is in it.
 """
 
+import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 
+from ..lab.report.document import Table, number
 from .drawing import curves
 from .network import TOY, Training, batches, network, size, trained, with_te
 from .recipes import AS_PAPER, AS_TE_CURRENT, AS_TE_DELAYED, BF16, CURRENT, MARGIN, O3, WITHOUT_FC2
@@ -75,6 +78,35 @@ def measure(seed: int) -> Iterator[Found]:
                     yield Found(arm.name, plant, k, JUDGED, gaps[0])
 
 
+def ratings(points: list[Point]) -> dict[tuple[str, str], float]:
+    """{(arm, plant): the k at which the mean loss over seeds is LIMIT above BF16's}; NaN if the dial does not reach it.
+
+    Between two places of the dial, log(gap) is taken for a straight line over log(k).
+    """
+    gaps: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for _, _, found, _, _ in points:
+        if found.quantity == "gap" and found.case in PLANTS:
+            gaps.setdefault((found.arm, found.case), {}).setdefault(found.at, []).append(found.value)
+    rated = {}
+    for key, at in gaps.items():
+        curve = sorted((k, sum(values) / len(values)) for k, values in at.items())
+        rated[key] = math.nan
+        for (k, below), (more, above) in pairwise(curve):
+            if below < LIMIT <= above:
+                share = math.log(LIMIT / max(below, 1e-3)) / math.log(above / max(below, 1e-3))
+                rated[key] = k * (more / k) ** share
+                break
+    return rated
+
+
+def rating_table(points: list[Point]) -> list[Table]:
+    """Each arm's k in both plants, the robustness rating."""
+    rated = ratings(points)
+    arms = list(dict.fromkeys(arm for arm, _ in rated))
+    rows = [[arm, *(number(rated.get((arm, plant), math.nan), ",.0f") for plant in PLANTS)] for arm in arms]
+    return [Table(["k at which the loss is 1 % above BF16's", *PLANTS], rows)]
+
+
 def draw(points: list[Point]):
     cases = [f"{plant}{after}" for plant in PLANTS for after in ("", f", after {STEPS} updates")]
     return curves(
@@ -95,4 +127,5 @@ STRESS = Stress(
     "% of the loss",
     measure,
     draw,
+    rating_table,
 )

@@ -38,7 +38,7 @@ def _section(stress: Stress, points: list[Point], found: list[Verdict]) -> Secti
     heads = ["recipe", "case", "seeds", f"judged, {stress.unit}", "95 % interval", "limit", "verdict"]
     return Section(
         f"{stress.name}: {stress.title}",
-        [f"{stress.plant} {counted(seeds, 'seed')}.", stress.draw(points), Table(heads, rows, 2)],
+        [f"{stress.plant} {counted(seeds, 'seed')}.", stress.draw(points), *stress.more(points), Table(heads, rows, 2)],
     )
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..lab.report.document import Picture
+from ..lab.report.document import Picture, Table
 from ..lab.report.statistics import Interval, paired, t_interval
 
 JUDGED = "judged"
@@ -60,6 +60,7 @@ class Stress:
         unit: of judged values.
         measure: (seed) -> the numbers of all arms.
         draw: (points of this stress) -> its picture.
+        more: (points of this stress) -> what else the page says of it.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Stress:
     unit: str
     measure: Callable[[int], Iterator[Found]]
     draw: Callable[[list[Point]], Picture]
+    more: Callable[[list[Point]], list[Table]] = lambda points: []
 
 
 class Verdict(NamedTuple):
