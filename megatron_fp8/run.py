@@ -12,6 +12,7 @@ A Run asks for two things: Megatron's arguments and an Fp8Config, None of a run 
 parsed_runs.py does, and trainer.py for those that have no command line.
 """
 
+import dataclasses
 import functools
 import os
 from argparse import Namespace
@@ -143,15 +144,16 @@ class Run:
         """GPTModel.__init__."""
         from .layers.model import built_with
 
-        assert self.fp8 is not None
-        made = built_with(self.fp8)(stock)
+        fp8 = self.fp8
+        assert fp8 is not None
         if self.parsed:
-            return made
+            return built_with(fp8)(stock)
 
         @functools.wraps(stock)
         def init(model, config, *rest, **kwargs):
             check_own_config(self.args, config)
-            made(model, config, *rest, **kwargs)
+            own = dataclasses.replace(fp8, draws_grouped=config.moe_grouped_gemm)
+            built_with(own)(stock)(model, config, *rest, **kwargs)
 
         return init
 

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ..flags.config import Fp8Config
 from ..numerics.noise import noise_seed
+from ..ranks import gathered
 from .owned_weight import OwnedWeight
 
 
@@ -81,27 +82,39 @@ def linears(config, norm: ProcessGroup) -> WeightGroups:
 
 
 def experts(linears: WeightGroups, sharded: bool) -> WeightGroups:
-    """The routed experts, each whole on its ranks: expert tensor parallelism is 1.
+    """The routed experts, each on one rank or split over those of expert tensor parallelism.
 
-    A token's gradient reaches its expert once, on the rank that computed it: so the sum is over the ranks that have the
-    expert, and the mean is that of the linears, over the ranks that have other tokens, as in stock.
+    A token's gradient reaches its expert once, on the ranks that computed it: so the sum is over the ranks that have
+    the same part of the expert, and the mean is that of the linears, over the ranks that have other tokens, as in
+    stock.
 
     linears: their set.  sharded: whether each rank of `data` owns a row of the buckets: then all ranks have other rows.
     """
-    assert mpu.get_expert_tensor_parallel_world_size() == 1
     data, others = mpu.get_expert_data_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()
+    sharing, stages, rank = data, others, mpu.get_expert_tensor_parallel_rank()
+    if mpu.get_expert_tensor_parallel_world_size() > 1:  # Megatron has no group of all that have parts of one expert
+        stage = mpu.get_pipeline_model_parallel_rank()
+        sharing = _alike(("sharing", mpu.get_expert_model_parallel_rank(), stage))
+        stages = _alike(("stages", rank, data.rank()))
     return WeightGroups(
         name="experts.",
         has=lambda weight: weight.expert is not None,
         data=data,
-        sharing=data,
-        amax=data,
+        sharing=sharing,
+        amax=sharing,
         norm=linears.norm if sharded else others,
-        stages=others,
+        stages=stages,
         mean=linears.mean,
-        rank=0,
+        rank=rank,
         place=f"experts{others.rank()}",
     )
+
+
+def _alike(mine: tuple) -> ProcessGroup:
+    """The group of the ranks that say the same. Collective over all ranks."""
+    said = gathered(mine)
+    groups = {key: mpu.create_group([i for i, other in enumerate(said) if other == key]) for key in dict.fromkeys(said)}
+    return groups[mine]
 
 
 type MakeSet = Callable[[WeightGroups], WeightGroups]  # takes the linears' set, and may reuse its groups

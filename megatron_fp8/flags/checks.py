@@ -119,6 +119,11 @@ def check_own_config(args: Namespace, config) -> None:
     asked = Namespace(**{name: getattr(config, name, value) for name, value in vars(args).items()})
     for row in rows(asked, REFUSED):
         raise UserError(f"TransformerConfig.{row.dest}: as {row.shown(asked)}: {row.note}")
+    if getattr(args, "fp8_experts", False):
+        if not config.num_moe_experts:
+            raise UserError("TransformerConfig.num_moe_experts: there are no experts; leave experts out of enable()")
+        if config.add_bias_linear:
+            raise UserError("TransformerConfig.add_bias_linear True: experts with biases are not FP8's; set it to False")
 
 
 def check_stage(save: str | None, model_chunks) -> None:

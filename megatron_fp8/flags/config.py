@@ -49,7 +49,7 @@ LM_HEAD = Flag(
 EXPERTS = Flag(
     "--fp8-experts",
     "Run routed experts in FP8 too, one by one; store and update their weights as the level does. Needs --num-experts "
-    "without biases or expert tensor parallelism. Not measured on a GPU; may be slower than BF16. In no level.",
+    "without biases. Not measured on a GPU; may be slower than BF16. In no level.",
 )
 ALL = (
     *level.FLAGS,
@@ -173,11 +173,12 @@ def asks_for_level(args: Namespace) -> bool:
     return not is_stock(level) or (level is None and emulate.EMULATE.given(args) is not None)
 
 
-def config_from_args(args: Namespace) -> Fp8Config | None:
+def config_from_args(args: Namespace, of_model: bool = True) -> Fp8Config | None:
     """Read a run's flags.
 
     Args:
         args: as Megatron's parser returns them, before validation; not changed.
+        of_model: whether they say what the model is; those of a trainer without Megatron's parser do not.
 
     Returns:
         None without a level and at O0: the plugin then changes nothing.
@@ -220,7 +221,7 @@ def config_from_args(args: Namespace) -> Fp8Config | None:
         bf16_layers_end=end,
         bf16_layers=() if patterns is None else read_patterns(BF16_FLAG, patterns),
         lm_head=_lm_head(args, cells["gemm"]),
-        experts=_experts(args, cells["grad_reduce"]),
+        experts=_experts(args, cells["grad_reduce"], of_model),
         activations=activations(args, cells["gemm"]),
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         grad_reduce_hierarchy=gradients.hierarchy(args, cells["grad_reduce"]),
@@ -315,14 +316,12 @@ def _lm_head(args: Namespace, gemm: str) -> bool:
     return True
 
 
-def _experts(args: Namespace, grad_reduce: str) -> bool:
+def _experts(args: Namespace, grad_reduce: str, of_model: bool) -> bool:
     if not EXPERTS.given(args):
         return False
-    over = args.expert_tensor_parallel_size or args.tensor_model_parallel_size  # as Megatron's own default
     for hindered, why in (
-        (not args.num_experts, "no --num-experts: there are no experts; remove it"),
-        (args.add_bias_linear, "experts with biases; add --disable-bias-linear"),
-        (over > 1, f"experts split over {over} ranks; add --expert-tensor-parallel-size 1"),
+        (of_model and not args.num_experts, "no --num-experts: there are no experts; remove it"),
+        (of_model and args.add_bias_linear, "experts with biases; add --disable-bias-linear"),
         (grad_reduce == "shared", "--fp8-grad-reduce shared has no scale for an expert without a token; use block"),
         (bool(COMPACT.given(args)), f"{COMPACT.name} does not know experts' ranks; remove one"),
     ):

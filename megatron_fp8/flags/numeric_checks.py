@@ -85,8 +85,9 @@ def check_geometry(args: Namespace) -> None:
         tp = args.tensor_model_parallel_size
         for flag, value, size in _sharded_sizes(args):
             _require_multiple(flag, value, size, GEMM_MULTIPLE * tp)
-        if value_of(args, "--fp8-experts") and (width := args.moe_ffn_hidden_size):  # whole on its rank
-            _require_multiple("--moe-ffn-hidden-size", width, width, GEMM_MULTIPLE)
+        if value_of(args, "--fp8-experts") and (width := args.moe_ffn_hidden_size):
+            parts = args.expert_tensor_parallel_size or tp  # as Megatron's own default
+            _require_multiple("--moe-ffn-hidden-size", width, width, GEMM_MULTIPLE * parts)
         _check_head(args)
     length = args.seq_length or args.encoder_seq_length
     if args.fp8_wgrad and length and args.micro_batch_size:  # K of a weight-gradient GEMM is the number of tokens

@@ -269,6 +269,7 @@ def _hindered(flag: str) -> When:
     )
 
 
+OWNED = When("given, with --fp8-experts", lambda value, args: bool(value) and bool(args.fp8_experts))
 UNOWNED = When("given, without --fp8-experts", lambda value, args: bool(value) and not args.fp8_experts)
 NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
 ROPE_SCALED = When("other than 8.0, with --use-rope-scaling", lambda value, args: value != 8 and args.use_rope_scaling)
@@ -283,6 +284,8 @@ WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or (
 ABSENT = "switched off: needs apex or Transformer Engine, not installed here (same result)"
 OWN_ROTATION = "the level's own kernel rotates in FP32; rotation by stock is unfused without Transformer Engine"
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
+SINGLY = "switched off: without --fp8-experts a level runs routed experts in BF16, one after the other (same result)"
+FIRST_DRAWN = "no effect but on the first weights: --fp8-experts runs experts one after the other (same result)"
 OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always overlap gathers and sums with GEMMs"
 DEFERRED = "switched off: stock's code for it treats each column-parallel linear as an LM head (same result)"
 ONE_STREAM = "switched off: the level's linears share memory, on one stream (same but for the order of a sum)"
@@ -535,7 +538,8 @@ TABLE: list[Row] = [
     *_adapt("--delay-wgrad-compute --overlap-moe-expert-parallel-comm", False, TE_LAYERS),
     *_adapt("--ep-overlap-early-attn-memory-release", False, TE_LAYERS),
     *_adapt("--overlap-dispatch-backward-with-experts-wgrad", False, TE_LAYERS),
-    *_adapt("--moe-grouped-gemm", False, TE_LAYERS, field="draws_grouped"),
+    *_adapt("--moe-grouped-gemm", False, SINGLY, UNOWNED, field="draws_grouped"),
+    *_adapt("--moe-grouped-gemm", False, FIRST_DRAWN, OWNED, field="draws_grouped"),
     *_adapt("--use-grouped-gemm-for-dense-mlp --use-transformer-engine-op-fuser", False, TE_LAYERS),
     *_adapt("--fused-residual-rmsnorm", False, TE_LAYERS),
     *_adapt("--mla-down-proj-fusion", False, TE_LAYERS, field="draws_fused"),

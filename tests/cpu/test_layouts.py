@@ -59,12 +59,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and what each has. `more`: further flags."""
+    """How many ranks, and what each has. etp: of experts, 0 for Megatron's default, which is tp. more: further flags."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     ep: int = 1
+    etp: int = 0
     virtual: bool = False
     sequence: bool = False
     more: str = ""
@@ -81,6 +82,7 @@ class Layout:
     def flags(self, layers: int) -> str:
         flags = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp} {self.more}"
         flags += f" --expert-model-parallel-size {self.ep}" if self.ep > 1 else ""
+        flags += f" --expert-tensor-parallel-size {self.etp}" if self.etp else ""
         flags += f" --num-layers-per-virtual-pipeline-stage {layers // self.pp // 2}" if self.virtual else ""
         return flags + (" --sequence-parallel" if self.sequence else "")
 
@@ -128,7 +130,8 @@ def check(train, model: Model, layout: Layout, level: str, sums: str = "") -> No
     first = (2e-6, 2e-3)  # Megatron prints six digits of a loss, three of a norm
     if layout.dp > 1:
         first = (2e-6, 1e-2)
-    if layout.tp > 1:  # at O1 a weight's E4M3 copy has a scale on each rank; 0.00102 was the most
+    split = max(layout.tp, layout.etp) > 1
+    if split:  # at O1 a weight's E4M3 copy has a scale on each rank; 0.00102 was the most
         first = (2e-3, 1e-2)
     if OWNED in level and layout.ep > 1:  # an expert's call has more ranks' tokens, so their first scale is another
         first = max(first[0], 1e-4), first[1]
@@ -141,7 +144,7 @@ def check(train, model: Model, layout: Layout, level: str, sums: str = "") -> No
     if not (model.experts and layout.tp > 1) and layout.ranks <= 16:
         stock = train(model, dataclasses.replace(layout, sequence=False), "", batch)
         compare("FP8 off, stock's layout", off, stock, (2e-6, 2e-3), (1e-3, 0.02))
-    first = (5e-4, 2e-3) if layout.tp > 1 else (2e-6, 2e-3)
+    first = (5e-4, 2e-3) if split else (2e-6, 2e-3)
     compare("FP8 off, one stock process", off, train(model, one, "", batch), first, (1e-3, 0.02))
 
 
@@ -173,8 +176,8 @@ QUICK = [
                 (Layout(dp=2, ep=2, more=f"{SHARDED} {ALL_TO_ALL}"), "O3"),
                 (Layout(dp=2), "O1"),
                 (Layout(pp=2, dp=2, ep=2, more=f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"), "O2"),
-                (Layout(2, 1, 2, ep=2, sequence=True, more=f"{SHARDED} --expert-tensor-parallel-size 1"), "O3"),
-                (Layout(2, 2, 1, ep=1, sequence=True, more="--expert-tensor-parallel-size 1"), "O1"),
+                (Layout(2, 1, 2, ep=2, etp=1, sequence=True, more=SHARDED), "O3"),
+                (Layout(2, 2, 1, ep=1, etp=1, sequence=True), "O1"),
             )
         )
     ),
@@ -232,6 +235,26 @@ RECOMPUTED = {
     "selective": "--recompute-granularity selective --recompute-modules core_attn mlp",
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
+
+
+def expert_grid():
+    """Every combination of TP, PP, EP and ETP for owned experts, on the fewest ranks that have it or, in turns, twice
+    as many; dispatchers and levels in turns."""
+    sizes = itertools.product((1, 2), (1, 2), (1, 2), (1, 2))
+    for number, (tp, pp, ep, etp) in enumerate(sizes):
+        if tp * pp * ep * etp == 1:
+            continue
+        dp = max(1, ep * etp // tp) * (2 if number % 5 == 3 else 1)
+        more = [SHARDED] * bool(number % 3) + [ALL_TO_ALL] * (number % 2)
+        level = f"O{3 - number % 3}"
+        layout = Layout(tp, pp, dp, ep, etp, sequence=tp > 1, more=" ".join(more))
+        name = f"{level}-tp{tp}-pp{pp}-ep{ep}-etp{etp}-dp{dp}" + "-all-to-all" * (number % 2)
+        yield pytest.param(layout, level, id=name, marks=nightly)
+
+
+@pytest.mark.parametrize(("layout", "level"), [*expert_grid()])
+def test_owned_experts(train, layout, level):
+    check(train, Model(2, experts=4), layout, level + OWNED)
 
 
 def tensor_parallel_grid():

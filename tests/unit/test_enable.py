@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launch import ROOT, forked
+from launch import ROOT, RunFailed, forked
 
 LOOP = str(ROOT / "examples/core_loop.py")
 EXACT = "O1 gemm=bf16 grad_accum=fp32 grad_reduce=fp32"
@@ -42,3 +42,42 @@ def test_o3_trains(trained, ranks):
     assert any("weight gradients BF16, summed" in line for line in said), said
     assert stock[0] > 4 and ours[0] == pytest.approx(stock[0], abs=0.05)
     assert ours[-1] < 0.6 * ours[0] and ours[-1] == pytest.approx(stock[-1], rel=0.4)
+
+
+EXPERTS = str(ROOT / "tests/scripts/core_loop_of_experts.py")
+TOOLS = f"{ROOT}:{ROOT / 'tools'}"
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """experts(ranks, words): the losses of ten steps of the example with experts, and its lines."""
+
+    def experts(ranks: int, words: str) -> tuple[list[float], list[str]]:
+        env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": TOOLS}
+        lines = forked(ranks, [EXPERTS, *words.split()], tmp_path / "log", timeout=200, env=env)
+        return [float(loss) for loss in re.findall(r"step \d+: loss (\S+),", "\n".join(lines))], lines
+
+    return experts
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_experts_are_owned_if_it_is_asked_for(experts, ranks):
+    """Of two layers: two linears of attention and two of each of four experts."""
+    bf16, lines = experts(ranks, "O3")
+    assert any("O3: the GEMMs of 4 of 4 linears are in FP8" in line for line in lines), lines
+    owned, lines = experts(ranks, "O3 owned")
+    assert any("O3: the GEMMs of 20 of 20 linears are in FP8" in line for line in lines), lines
+    assert owned != bf16 and owned[0] == pytest.approx(bf16[0], abs=0.05) and owned[-1] < 0.6 * owned[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("dense", "TransformerConfig.num_moe_experts: there are no experts; leave experts out of enable()"),
+        ("biases", "TransformerConfig.add_bias_linear True: experts with biases are not FP8's; set it to False"),
+        ("grad_reduce=shared", "--fp8-experts: --fp8-grad-reduce shared has no scale for an expert without a token"),
+    ],
+)
+def test_experts_that_cannot_be_owned(experts, words, said):
+    with pytest.raises(RunFailed, match=re.escape(said)):
+        experts(1, f"O1 owned {words}")
