@@ -27,6 +27,7 @@ from ..errors import UserError, is_bug
 from ..flags import rope
 from ..flags.config import Fp8Config
 from ..ranks import all_reduce_largest
+from .earlier import MissingShared
 from .failing import from_one_rank
 from .padding import other_padding
 from .refusals import is_misfit, naming_its_flag, one_line, readable
@@ -216,9 +217,10 @@ _NORM, _NORM_IN_LOCAL_SPEC = ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_
 
 
 def by_either_name(stock: Callable) -> Callable:
-    """Wraps dist_checkpointing.load: finds the norm before experts under either name.
+    """Wraps dist_checkpointing.load: finds the norm before experts under either name, and what earlier versions saved
+    otherwise (earlier.py).
 
-    Stock's local spec saves it under the name of the norm before a dense MLP.
+    Stock's local spec saves that norm under the name of the norm before a dense MLP.
     """
 
     def load(sharded_state_dict, checkpoint_dir, *rest, **kwargs):
@@ -230,7 +232,12 @@ def by_either_name(stock: Callable) -> Callable:
                 entry.key = local if local in stored else entry.key
             asked.add(getattr(entry, "key", None))
         _say_what_is_left_out(checkpoint_dir, stored, asked)
-        return stock(sharded_state_dict, checkpoint_dir, *rest, **kwargs)
+        missing = MissingShared(sharded_state_dict, stored)
+        if missing.found:
+            _say(f"{checkpoint_dir}: shared experts were not a level's linears yet: their FP8 scales begin anew")
+        loaded = stock(sharded_state_dict, checkpoint_dir, *rest, **kwargs)
+        missing.put_into(loaded)
+        return loaded
 
     return load
 

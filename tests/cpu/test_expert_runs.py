@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from launch import RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -44,6 +45,46 @@ def test_a_shared_expert_of_stocks_is_loaded_and_goes_back(tmp_path):
     ours = f"{SHARED} {FP8_OFF} --use-distributed-optimizer --load {tmp_path / 'stock'} --ckpt-step 2"
     again = run_megatron(1, [*TINY_GPT, *f"{ours} --train-iters 4 --lr-decay-iters 10".split(), "--fp8-log-exact"])
     assert exact(again)[0] == exact(whole)[2] and len(again.losses) == 2
+
+
+EARLIER = "tests/scripts/stocks_shared_experts.py"
+
+
+def earlier_then_now(level: str, tmp_path, ranks: int = 1):
+    """(A run of an earlier version that saves after two steps, a function that goes on from there)"""
+    flags = f"{SHARED} --fp8-level {level} --train-iters 4 --lr-decay-iters 10"
+    saving = [*TINY_GPT, *flags.split(), "--save", str(tmp_path), "--save-interval", "2"]
+    whole = run_megatron(ranks, saving, script=EARLIER, env={"PYTHONPATH": script_path()})
+    assert linears(whole) == (6, 6)
+    loading = [*TINY_GPT, *flags.split(), "--load", str(tmp_path), "--ckpt-step", "2"]
+    return whole, lambda more="": run_megatron(ranks, [*loading, *more.split()])
+
+
+@pytest.mark.parametrize(
+    ("level", "ranks"),
+    [
+        ("O3 --use-distributed-optimizer", 1),
+        pytest.param("O1 --use-distributed-optimizer", 2, marks=pytest.mark.slow),
+        pytest.param("O2 --use-distributed-optimizer --pipeline-model-parallel-size 2", 2, marks=pytest.mark.slow),
+        pytest.param("O3 --fp8-recipe tensorwise", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_from_before_shared_experts_were_linears_goes_on(level, ranks, tmp_path):
+    """Masters and moments are found; FP8 scales begin anew, which a line says."""
+    whole, go_on = earlier_then_now(level, tmp_path, ranks)
+    again = go_on()
+    assert sum("shared experts were not a level's linears yet" in line for line in again.lines) == 1
+    assert linears(again) == (8, 8)
+    assert again.losses[0] == pytest.approx(whole.losses[2], abs=5e-4)
+    assert again.grad_norms == pytest.approx(whole.grad_norms[2:], rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_compact_checkpoint_from_before_says_what_to_do(tmp_path):
+    whole, go_on = earlier_then_now("O3 --use-distributed-optimizer --fp8-ckpt-compact", tmp_path)
+    with pytest.raises(RunFailed, match=r"saved for one layout, when shared experts were not .* add --no-load-optim"):
+        go_on()
+    assert go_on("--no-load-optim").losses[0] == pytest.approx(whole.losses[2], abs=2e-3)
 
 
 OWNED = f"{MOE} --fp8-experts"
