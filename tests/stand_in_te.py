@@ -214,6 +214,8 @@ class GroupedLinear(_Base):
     ):
         super().__init__()
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
+        self.fp8 = self.fp8_calibration = False  # which Megatron reads when it saves
+        self.fp8_meta = {"fp8_checkpoint": False}
         for i in range(num_gemms):
             weight = _parameter(out_features, in_features, dtype=params_dtype, device=device)
             with torch.no_grad(), get_rng_state_tracker().fork(rng_tracker_name):
@@ -221,6 +223,9 @@ class GroupedLinear(_Base):
             setattr(self, f"weight{i}", weight)
             if bias:
                 setattr(self, f"bias{i}", _parameter(out_features, value=0.0, dtype=params_dtype, device=device))
+
+    def init_fp8_metadata(self, num_gemms: int) -> None:
+        pass
 
     def forward(self, x, m_splits, is_first_microbatch=None):
         parts = x.split([int(rows) for rows in m_splits])

@@ -123,7 +123,7 @@ def check_own_config(args: Namespace, config) -> None:
         if not config.num_moe_experts:
             raise UserError("TransformerConfig.num_moe_experts: there are no experts; leave experts out of enable()")
         if config.add_bias_linear:
-            raise UserError("TransformerConfig.add_bias_linear True: experts with biases are not FP8's; set it to False")
+            raise UserError("TransformerConfig.add_bias_linear True: experts with biases; set it to False")
 
 
 def check_stage(save: str | None, model_chunks) -> None:

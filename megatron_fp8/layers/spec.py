@@ -25,6 +25,7 @@ TE spec builds, over all of Megatron's flags of the model.
 
 import dataclasses
 import functools
+import re
 
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -63,7 +64,8 @@ def convert_block(spec, config, fp8: Fp8Config, vp_stage=None) -> TransformerBlo
 
 
 def accept_local_names(model) -> None:
-    """Let `model` load a plain state dict (--ckpt-format torch) of stock's local spec, whose norms stand alone.
+    """Let `model` load a plain state dict (--ckpt-format torch) of stock's local spec, whose norms stand alone, and of
+    TE's grouped experts, which are `linear_fc1.weight0`, `linear_fc1.weight1`...
 
     torch_dist checkpoints have the names of the TE spec whichever spec wrote them.
     """
@@ -73,6 +75,7 @@ def accept_local_names(model) -> None:
         for key in list(state_dict):
             new = key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
             new = new.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+            new = re.sub(r"\.experts\.(linear_fc\d)\.weight(\d+)$", r".experts.local_experts.\2.\1.weight", new)
             if key not in expected and new in expected:
                 state_dict[new] = state_dict.pop(key)
 

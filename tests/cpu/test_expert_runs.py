@@ -5,7 +5,7 @@ import json
 import re
 
 import pytest
-from launch import RunFailed
+from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -217,6 +217,25 @@ def test_stocks_experts_become_owned_ones_and_keep_their_names(after, tmp_path):
     assert again.grad_norms == pytest.approx(whole.grad_norms[2:], rel=2e-3)
     stocks, own = (weights(tmp_path / name) for name in ("stock/iter_0000002", "ours/iter_0000003"))
     assert own == stocks != {}
+
+
+@pytest.mark.slow
+def test_grouped_experts_of_transformer_engine_become_owned_ones_and_go_back(tmp_path):
+    """Stock's TEGroupedMLP, over a stand-in for that library: its optimizer state loads at a level, to the last digit;
+    a level's weights load there."""
+    script = str(ROOT / "tests/scripts/with_stand_in_te.py")
+    few = "--train-iters 4 --lr-decay-iters 10 --moe-grouped-gemm"
+
+    def stock(more: str):
+        flags = f"{MOE} {ZERO} {few} {more} --transformer-impl transformer_engine"
+        return run_megatron(1, [*TINY_GPT, *flags.split()], script=script, cold=True)
+
+    whole = stock(f"--dist-ckpt-optim-fully-reshardable --save {tmp_path / 'stock'} --save-interval 2")
+    ours = f"{ZERO} {FP8_OFF} {few} --load {tmp_path / 'stock'} --ckpt-step 2 --save {tmp_path / 'ours'}"
+    again, _ = experts(f"{ours} --save-interval 3", 1, 4)
+    assert again.losses[0] == whole.losses[2] and again.grad_norms[0] == whole.grad_norms[2]
+    back = stock(f"--load {tmp_path / 'ours'} --ckpt-step 3 --no-load-optim --dist-ckpt-strictness log_all")
+    assert back.losses == pytest.approx(whole.losses[3:], abs=1e-4)
 
 
 def weights(checkpoint) -> dict:

@@ -59,7 +59,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks, and what each has. etp: of experts, 0 for Megatron's default, which is tp. more: further flags."""
+    """How many ranks, and what each has. etp: of experts, 0 for Megatron's own default. more: further flags."""
 
     tp: int = 1
     pp: int = 1

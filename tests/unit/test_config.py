@@ -620,10 +620,6 @@ def test_a_blend_in_one_word_is_told_from_a_file_that_is_missing(data):
         ("", "no --num-experts: there are no experts; remove it"),
         ("--num-experts 2 --no-bias-gelu-fusion", "experts with biases; add --disable-bias-linear"),
         (
-            "--num-experts 2 --disable-bias-linear --tensor-model-parallel-size 2",
-            "experts split over 2 ranks; add --expert-tensor-parallel-size 1",
-        ),
-        (
             "--num-experts 2 --disable-bias-linear --fp8-grad-reduce shared",
             "--fp8-grad-reduce shared has no scale for an expert without a token; use block",
         ),
@@ -636,3 +632,14 @@ def test_a_blend_in_one_word_is_told_from_a_file_that_is_missing(data):
 def test_what_owned_experts_refuse(flags, why, parse):
     assert error_of(config_from_args, parse(*O1, "--fp8-experts", *flags.split())) == f"--fp8-experts: {why}"
     assert config_from_args(parse(*O1, *"--fp8-experts --num-experts 2 --disable-bias-linear".split())).experts
+
+
+def test_widths_of_owned_experts_are_those_of_a_rank(parse):
+    """Expert tensor parallelism, by default tensor parallelism, divides them."""
+    experts = [*O1, *"--fp8-experts --num-experts 2 --disable-bias-linear --moe-ffn-hidden-size 48".split()]
+    split = "--expert-tensor-parallel-size", "2"
+    assert config_from_args(parse(*experts)).experts
+    for flags in split, ("--tensor-model-parallel-size", "2"):
+        assert "--moe-ffn-hidden-size 48: not a multiple of 32" in error_of(config_from_args, parse(*experts, *flags))
+    one = *("--tensor-model-parallel-size", "2"), *("--expert-tensor-parallel-size", "1")
+    assert config_from_args(parse(*experts, *one)).experts

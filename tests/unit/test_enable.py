@@ -74,7 +74,7 @@ def test_experts_are_owned_if_it_is_asked_for(experts, ranks):
     ("words", "said"),
     [
         ("dense", "TransformerConfig.num_moe_experts: there are no experts; leave experts out of enable()"),
-        ("biases", "TransformerConfig.add_bias_linear True: experts with biases are not FP8's; set it to False"),
+        ("biases", "TransformerConfig.add_bias_linear True: experts with biases; set it to False"),
         ("grad_reduce=shared", "--fp8-experts: --fp8-grad-reduce shared has no scale for an expert without a token"),
     ],
 )

@@ -5,6 +5,7 @@ FP8, rounds elsewhere.
 """
 
 import functools
+import re
 
 import architecture
 import pytest
@@ -60,3 +61,21 @@ def test_bit_for_bit(kind, gemm, dtype, rows):
     for name, a, b in zip(names, expert, mlp, strict=True):
         assert torch.equal(a, b), (name, (a - b).abs().max() / b.abs().max())
         assert a.abs().sum() > 0
+
+
+def test_names_of_grouped_experts_are_read():
+    """A plain state dict of Transformer Engine's grouped experts (--ckpt-format torch), and one of a level."""
+    flags = "--disable-bias-linear --swiglu --num-experts 3 --fp8-experts --fp8-gemm fp8"
+    model, other = (architecture.build(flags.split(), level=True) for _ in range(2))
+    for parameter in other.parameters():
+        parameter.data.normal_()
+    held = {}
+    for name, value in other.state_dict().items():
+        new = re.sub(r"local_experts\.(\d)\.(linear_fc\d)\.weight", r"\2.weight\1", name)
+        held[new] = value
+    assert sum("experts.linear_fc1.weight2" in name for name in held) == 2
+    for state in held, other.state_dict():
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        model.load_state_dict(state)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
