@@ -9,6 +9,10 @@ from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_fp8.flags.level import CELLS
+from megatron_fp8.tools.perf.job import Job
+from megatron_fp8.tools.perf.memory import ranks_bytes
+
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none"
 SHARED = f"{MOE} --moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 64"
 FP8_OFF = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
@@ -174,13 +178,40 @@ def test_ranks_keep_their_own_experts_with_random_starts():
         assert len({weight["start"] for weight in found.values()}) == 16
 
 
-def test_bytes_a_parameter():
-    """At O3, one micro-batch a step: 7, a shard's padding and exponents beside them."""
-    flags = "--fp8-level O3 --micro-batch-size 2 --global-batch-size 2 --hidden-size 256 --moe-ffn-hidden-size 256"
-    _, found = experts(flags, 1, 2)
-    (held,) = {(weight["bytes"], weight["numel"]) for weight in found.values()}
-    print(held[0] / held[1])
-    assert 7.0 < held[0] / held[1] <= 7.1
+SPLIT = f"{ZERO} --tensor-model-parallel-size 2 --sequence-parallel {ALL_TO_ALL}"  # experts too, Megatron's default
+
+
+@pytest.mark.parametrize(
+    ("level", "layout", "of"),
+    [
+        ("O3", "", {}),
+        *(
+            pytest.param(level, layout, of, marks=pytest.mark.slow)
+            for level in ("O1", "O3")
+            for layout, of in (
+                (SPREAD, {"data_parallel_size": 2, "expert_model_parallel_size": 2}),
+                (ZERO, {"data_parallel_size": 2}),
+                (SPLIT, {"tensor_model_parallel_size": 2}),
+            )
+        ),
+    ],
+)
+def test_bytes_a_parameter(level, layout, of):
+    """One micro-batch a step: at O3 7 without an optimizer on other ranks; and what megatron-fp8 memory counts."""
+    ranks, data = 2 if layout else 1, of.get("data_parallel_size", 1)
+    flags = f"--fp8-level {level} --micro-batch-size 2 --global-batch-size {2 * data} {layout}"
+    _, found = experts(f"{flags} --hidden-size 256 --moe-ffn-hidden-size 256", ranks, 2)
+    ((held, numel),) = {(weight["bytes"], weight["numel"]) for weight in found.values()}
+    print(held / numel)
+    if (level, layout) in (("O3", ""), ("O3", SPREAD)):
+        assert 7.0 < held / numel <= 7.1
+    job = Job(
+        *(2, 256, 4, 256), ffn_hidden_size=128, swiglu=True, disable_bias_linear=True, normalization="RMSNorm",
+        position_embedding_type="rope", num_experts=4, moe_ffn_hidden_size=256, fp8_experts=True, **of,
+    )  # fmt: skip
+    cells = {cell.name: cell.at(level) for cell in CELLS} | {"grad_accum": "fp8"}
+    counted = {sum(rank.experts.values()) - rank.experts["transpose scratch"] for rank in ranks_bytes(job, cells)}
+    assert counted == {held} and sum(job.experts()) == numel
 
 
 @pytest.mark.slow

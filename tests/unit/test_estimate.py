@@ -398,7 +398,7 @@ def test_a_value_at_its_default_is_not_refused():
         (estimate, "--gpus 3", MODEL + " --tensor-model-parallel-size 2", "--gpus 3: no multiple of"),
         (estimate, "--gpus 0", MODEL, "--gpus 0: use 1 or more"),
         (estimate, "--systems O4", MODEL, "--systems O4: no such system; use bf16, te"),
-        (estimate, "", MODEL + " --num-experts 8", "--num-experts 8: not modelled; give a dense GPT"),
+        (estimate, "", MODEL + " --num-experts 8", "--num-experts 8: the time of experts is not modelled;"),
         (estimate, "", MODEL + " --no-such-flag", "unrecognized arguments: --no-such-flag"),
         (estimate, "--gpus 12", MODEL, "--global-batch-size 64: no multiple of"),
         (estimate, "", MODEL + " --recompute-granularity selective --recompute-modules moe", "moe: not modelled"),

@@ -507,7 +507,14 @@ def test_flags_that_change_only_time_pass(capsys):
         (f"--model 7b -- {JOB}", "--model 7b: the flags behind -- give a model too"),
         ("--model 7b --gpus 8", "--gpus 8: needs a job; put its flags behind --, or give --data-parallel-size"),
         (f"--gpus 3 -- {JOB} --tensor-model-parallel-size 2", "--gpus 3: no multiple of --tensor-model-parallel-size"),
-        (f"-- {JOB} --num-experts 8", "--num-experts 8: not modelled; give a dense GPT"),
+        (
+            f"-- {JOB} --num-experts 8 --disable-bias-linear --expert-model-parallel-size 3",
+            "--expert-model-parallel-size 3: does not divide --num-experts 8; change one",
+        ),
+        (
+            f"--gpus 1 -- {JOB} --num-experts 8 --disable-bias-linear --expert-model-parallel-size 2",
+            "--expert-model-parallel-size 2: with expert tensor parallelism 1 it does not divide a stage's 1 GPUs",
+        ),
         *((f"-- {JOB} {flag}", f"{flag}: not modelled; remove it") for flag in OTHER_BYTES),
         (f"-- {JOB} --fp16", "--fp16: not modelled; use --bf16 instead"),
         (f"-- {JOB} --fp8-level O3 --fp8-bf16-layers *.linear_fc1", "--fp8-bf16-layers *.linear_fc1: not modelled"),
@@ -529,3 +536,76 @@ def test_mistakes_are_said_in_one_line(capsys, flags, message):
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         printed(capsys, *flags.split())
     assert "\n" not in str(error.value) and str(error.value).startswith("--")
+
+
+# Experts.
+
+QWEN3_30B = {  # https://huggingface.co/Qwen/Qwen3-30B-A3B: 30.5 billion parameters
+    "num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "kv_channels": 128, "num_query_groups": 4,
+    "swiglu": True, "disable_bias_linear": True, "normalization": "RMSNorm", "vocab_size": 151_936,
+    "untie_embeddings_and_output_weights": True, "num_experts": 128, "moe_ffn_hidden_size": 768,
+}  # fmt: skip
+MIXTRAL = {  # https://huggingface.co/mistralai/Mixtral-8x7B-v0.1: 46.7 billion
+    "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "swiglu": True,
+    "disable_bias_linear": True, "normalization": "RMSNorm", "vocab_size": 32_000,
+    "untie_embeddings_and_output_weights": True, "num_experts": 8, "moe_ffn_hidden_size": 14_336,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "experts", "billions"), [(QWEN3_30B, 28.99, 30.53), (MIXTRAL, 45.10, 46.70)])
+def test_published_mixtures_have_their_published_number_of_parameters(model, experts, billions):
+    given = job(**model)
+    count = memory.expert_parameters(given)
+    assert count / 1e9 == pytest.approx(experts, abs=0.01)
+    assert (sum(memory.parameters(given)) + count) / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+MOE = {"num_experts": 4, "moe_ffn_hidden_size": 64, "disable_bias_linear": True, "num_layers": 4, "swiglu": True}
+FREQS = [1, 2, (1, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("freq", FREQS)
+@pytest.mark.parametrize("layout", [
+    {"data_parallel_size": 4, "expert_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "data_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "data_parallel_size": 2, "expert_tensor_parallel_size": 1},
+    {"pipeline_model_parallel_size": 2, "data_parallel_size": 2, "expert_model_parallel_size": 2},
+])  # fmt: skip
+def test_ranks_share_the_experts(freq, layout):
+    """Each expert once over the ranks that have other ones, as often as there is expert data parallelism."""
+    one, shared = job(**MOE, moe_layer_freq=freq), job(**MOE, moe_layer_freq=freq, **layout)
+    assert memory.expert_parameters(shared) * shared.expert_ranks == memory.expert_parameters(one)
+    assert shared.expert_data_parallel_size * shared.expert_ranks == 4 // shared.pipeline_model_parallel_size
+    assert sum(one.moe) == {1: 4, 2: 2}.get(freq, 1)
+    if freq == (1, 0, 0, 0) and shared.pipeline_model_parallel_size == 2:
+        assert shared.experts(0) and not shared.experts(1)
+        assert len(shared.linears(0)) == 2 + 4 and len(shared.linears(1)) == 8
+
+
+def test_shared_experts_are_linears_and_a_router_is_not():
+    without, shared = job(**MOE), job(**MOE, moe_shared_expert_intermediate_size=32)
+    assert sum(shared.linears()) - sum(without.linears()) == 4 * 3 * 32 * 64
+    assert sum(without.others(0)) - sum(job(**MOE | {"num_experts": None}).others(0)) == 4 * 4 * 64
+
+
+@pytest.mark.parametrize(("level", "bytes_each"), [("O0", 18.0), ("O1", 16.0), ("O2", 9.0), ("O3", 7.0)])
+@pytest.mark.parametrize("owned", [True, False])
+def test_experts_by_level(level, bytes_each, owned):
+    """On one rank, gradients in FP8: a 128th a block format more. What is not owned is stock's at each level."""
+    given = job(**MOE, fp8_experts=owned)
+    held = next(ranks_bytes(given, None if level == "O0" else cells(level, grad_accum="fp8")))
+    each = sum(held.experts.values()) / memory.expert_parameters(given)
+    assert each == pytest.approx(bytes_each if owned else 18.0, abs=0.04)
+
+
+def test_a_job_with_experts(capsys):
+    """Of a command: a row for each kind, bytes a parameter, and the whole."""
+    flags = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 100 --position-embedding-type rope "
+        "--disable-bias-linear --swiglu --num-experts 4 --moe-ffn-hidden-size 64 --moe-layer-freq [0,1,1,1] "
+        "--expert-model-parallel-size 2 --use-distributed-optimizer --fp8-level O3 --fp8-experts --micro-batch-size 1 "
+        "--global-batch-size 2 --bf16"
+    )
+    rows = printed(capsys, "--gpus", "2", "--", *flags.split())
+    assert float(rows["bytes a parameter: experts"][0]) == pytest.approx(7.02, abs=0.02)
+    assert "experts: weight" in rows and "experts: weight fp8 copy" not in rows

@@ -23,8 +23,9 @@ class Job:
     the distributed optimizer.
 
     data_parallel_size includes context parallelism. dpo_reference: whether DPO's reference is on the device beside the
-    policy. frozen_base: whether no parameter of these is trained, as under adapters, which are not counted. Raises
-    UserError if Megatron or the GEMMs cannot cut the model so.
+    policy. frozen_base: whether no parameter of these is trained, as under adapters, which are not counted.
+    moe_layer_freq: one layer of so many has experts, or a number a layer, as Megatron has it. fp8_experts: whether a
+    level owns routed experts. Raises UserError if Megatron or the GEMMs cannot cut the model so.
     """
 
     num_layers: int
@@ -49,6 +50,13 @@ class Job:
     use_distributed_optimizer: bool = True
     dpo_reference: bool = False
     frozen_base: bool = False
+    num_experts: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_layer_freq: int | tuple[int, ...] = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    fp8_experts: bool = False
 
     def __post_init__(self):
         for field in fields(self):
@@ -67,13 +75,32 @@ class Job:
             raise UserError(f"--num-query-groups {groups}: {remedy}")
         if groups is not None:
             self._check_divides("num_query_groups", "num_attention_heads")
-        for rows, columns, across in self.linear_sizes:
+        if self.num_experts is not None:
+            self._check_experts()
+        for rows, columns, across in self.linear_sizes[: None if 0 in self.moe else 2]:
             cut, whole = (rows, columns) if across else (columns, rows)
             if cut % (tensor * GEMM_MULTIPLE) or whole % GEMM_MULTIPLE:
                 raise UserError(
                     f"--tensor-model-parallel-size {tensor}: cuts a linear of {rows} x {columns} elements into parts "
                     f"that are not multiples of {GEMM_MULTIPLE}; change it, --hidden-size or --ffn-hidden-size"
                 )
+
+    def _check_experts(self) -> None:
+        self._check_divides("expert_model_parallel_size", "num_experts")
+        for what, found in ("--dpo-reference", self.dpo_reference), ("--frozen-base", self.frozen_base):
+            if found:
+                raise UserError(f"{what} with --num-experts {self.num_experts}: not counted; remove one")
+        if not self.disable_bias_linear:
+            raise UserError(f"--num-experts {self.num_experts}: experts with biases are not counted; "
+                            "add --disable-bias-linear")  # fmt: skip
+        if len(self.moe) != self.num_layers:
+            raise UserError(f"--moe-layer-freq: {len(self.moe)} layers, and --num-layers is {self.num_layers}")
+        ranks, each = self.data_parallel_size * self.tensor_model_parallel_size, self.expert_ranks
+        if ranks % each:
+            raise UserError(
+                f"--expert-model-parallel-size {self.expert_model_parallel_size}: with expert tensor parallelism "
+                f"{each // self.expert_model_parallel_size} it does not divide a stage's {ranks} GPUs; change one"
+            )
 
     def _check_divides(self, divisor: str, number: str) -> None:
         by, value = getattr(self, divisor), getattr(self, number)
@@ -96,10 +123,56 @@ class Job:
             (hidden, ffn, False),
         ]
 
-    def linears(self) -> list[int]:
-        """Elements of each linear's weight of a stage on a tensor-parallel rank, in the order of the backward pass."""
-        layer = [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in self.linear_sizes]
-        return layer[::-1] * (self.num_layers // self.pipeline_model_parallel_size)
+    @property
+    def moe(self) -> list[bool]:
+        """Of each layer, whether it has experts."""
+        if self.num_experts is None:
+            return [False] * self.num_layers
+        every = self.moe_layer_freq
+        return [i % every == 0 for i in range(self.num_layers)] if isinstance(every, int) else [bool(i) for i in every]
+
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that have an expert each, or a part of one: EP times ETP."""
+        parts = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        return self.expert_model_parallel_size * parts
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        """The ranks of a stage that have the same experts."""
+        return self.data_parallel_size * self.tensor_model_parallel_size // self.expert_ranks
+
+    def _of_stage(self, stage: int) -> list[bool]:
+        """`moe` of a stage's layers."""
+        count = self.num_layers // self.pipeline_model_parallel_size
+        return self.moe[stage * count : (stage + 1) * count]
+
+    def _mlp(self, width: int) -> list[tuple[int, int, bool]]:
+        """linear_sizes of an MLP of that width."""
+        gated = self.swiglu or self.quick_geglu
+        return [(width * (1 + gated), self.hidden_size, True), (self.hidden_size, width, False)]
+
+    def linears(self, stage: int = 0) -> list[int]:
+        """Elements of each linear's weight of a stage on a tensor-parallel rank, in the order of the backward pass.
+
+        Shared experts are linears, routed ones are not. Only with experts stages may differ.
+        """
+        attention, dense = self.linear_sizes[:2], self.linear_sizes[2:]
+        shared = self._mlp(width) if (width := self.moe_shared_expert_intermediate_size) else []
+        sizes = []
+        for moe in reversed(self._of_stage(stage)):
+            layer = [*attention, *(shared if moe else dense)]
+            sizes += [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in reversed(layer)]
+        return sizes
+
+    def experts(self, stage: int = 0) -> list[int]:
+        """Elements of each routed expert's weights of a stage on one rank, in the order of the backward pass."""
+        if self.num_experts is None:
+            return []
+        parts = self.expert_ranks // self.expert_model_parallel_size
+        width = self.moe_ffn_hidden_size or self.linear_sizes[3][1]
+        expert = [rows * columns // parts for rows, columns, _ in reversed(self._mlp(width))]
+        return expert * (self.num_experts // self.expert_model_parallel_size) * sum(self._of_stage(stage))
 
     def others(self, stage: int) -> list[int]:
         """Elements of each other parameter of pipeline stage `stage` on a tensor-parallel rank."""
@@ -114,7 +187,8 @@ class Job:
         if first and self.position_embedding_type == "learned_absolute":
             assert self.max_position_embeddings is not None  # checked in __post_init__
             sizes.append(self.max_position_embeddings * hidden)
-        sizes += (norm + norm + bias) * (self.num_layers // stages)
+        for moe in self._of_stage(stage):
+            sizes += [*norm, *norm, *bias, *([(self.num_experts or 0) * hidden] if moe else [])]  # the router's weight
         if last:
             sizes += norm
             # A tied head is the embedding itself if one stage has both, else a copy.

@@ -38,7 +38,7 @@ _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
 }  # fmt: skip
 # Not counted either, with the word that a rehearsal's page uses for it.
-_UNCOUNTED = {"num_experts": "experts", "multi_latent_attention": "multi-latent attention"} | dict.fromkeys(
+_UNCOUNTED = {"moe_latent_size": "latent experts", "multi_latent_attention": "multi-latent attention"} | dict.fromkeys(
     ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
      "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "uneven stages",
@@ -198,7 +198,9 @@ def job(args: Namespace, data: int) -> Job:
     given: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Job)}
     given |= {"vocab_size": vocabulary, "data_parallel_size": data}
     given |= {"swiglu": bool(args.swiglu), "disable_bias_linear": not args.add_bias_linear}
-    given |= {name: bool(given[name]) for name in ("dpo_reference", "frozen_base")}  # Megatron has no such flags
+    given |= {name: bool(given[name]) for name in ("dpo_reference", "frozen_base", "fp8_experts")}  # not Megatron's
+    if not isinstance(given["moe_layer_freq"], int):
+        given["moe_layer_freq"] = tuple(given["moe_layer_freq"])
     if not args.group_query_attention:
         given["num_query_groups"] = None
     return Job(**given)
@@ -258,6 +260,9 @@ def check_optimizer(args: Namespace, data: int) -> None:
 
 def _refuse(args: Namespace) -> None:
     check_counted(args)
+    if args.num_experts:
+        counts = "megatron-fp8 memory counts their bytes"
+        raise UserError(f"--num-experts {args.num_experts}: the time of experts is not modelled; {counts}")
     _check_modelled(args, _NOT_MODELLED)
     if not args.bf16:
         raise UserError("--bf16: missing, and FP32 is not modelled; add it")

@@ -10,6 +10,7 @@
                         the largest linear's           1: a scratch buffer for W^T, shared by all layers
     linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient
     all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
+    routed experts      as linears if they are owned (--fp8-experts), else as all else; R is expert data parallelism's
     --dpo-reference     the linears; all else          1 (2 with BF16 GEMMs); 2
     --frozen-base       the linears; all else          1 (O3), 2 + 1 (O1, O2), 2 (O0); 2, and the scratch
 
@@ -48,7 +49,8 @@ if TYPE_CHECKING:  # imported late at run time: --help and mistakes must not wai
     from ...engine.partition import Placement
 
 REFERENCE = "reference"
-KINDS = ("weight", "weight fp8 copy", "transpose scratch", "grad", *STATES, REFERENCE)
+_SCRATCH = "transpose scratch"
+KINDS = ("weight", "weight fp8 copy", _SCRATCH, "grad", *STATES, REFERENCE)
 _CELLS = [c for c in CELLS if c.name in ("gemm", "grad_accum", *STATES, "weight", "partition")]
 _GB = 1e9
 # --fp8-grad-accum auto without a micro-batch size: the storage is not known, and FP8 is counted.
@@ -82,7 +84,7 @@ def engine_bytes(buckets: "list[Placement]", cells: Mapping[str, str], sharded: 
     held = {
         "weight": whole * BYTES["e4m3" if stored == "fp8" else stored],
         "weight fp8 copy": sum(sizes) * BYTES["e4m3"] * (in_fp8 and stored != "fp8"),
-        "transpose scratch": max(sizes) * BYTES["e4m3"] * in_fp8,
+        _SCRATCH: max(sizes) * BYTES["e4m3"] * in_fp8,
         "grad": whole * BYTES["fp8" if storage == "auto" else storage],
         **{state: of_states * BYTES[cells[state]] for state in STATES},
     }
@@ -136,7 +138,7 @@ def untrained_bytes(job: Job, stage: int, cells: Mapping[str, str] | None) -> tu
     linears = {
         "weight": sum(sizes) * stored,
         "weight fp8 copy": sum(sizes) * BYTES["e4m3"] * (in_fp8 and stored != BYTES["e4m3"]),
-        "transpose scratch": max(sizes) * BYTES["e4m3"] * in_fp8,
+        _SCRATCH: max(sizes) * BYTES["e4m3"] * in_fp8,
     }
     return {kind: int(size) for kind, size in linears.items()}, {"weight": int(all_else * BYTES["bf16"])}
 
@@ -149,11 +151,17 @@ def reference_bytes(job: Job, stage: int, cells: Mapping[str, str] | None) -> tu
 
 
 class Rank(NamedTuple):
-    """Bytes on a rank, by kind, for the four linears and for all else. used: bytes of the linears' states in use."""
+    """Bytes on a rank, by kind, for the linears, for all else and for routed experts. used: bytes of the linears'
+    states in use."""
 
     linears: dict[str, int]
     others: dict[str, int]
     used: int
+    experts: dict[str, int]
+
+    @property
+    def all(self) -> int:
+        return sum(sum(held.values()) for held in (self.linears, self.others, self.experts))
 
 
 def ranks_bytes(
@@ -163,22 +171,37 @@ def ranks_bytes(
 
     cells: {cell: value}, or None for stock Megatron (O0). No data-parallel rank holds more than rank 0.
     """
-    sizes, data, sharded = job.linears(), job.data_parallel_size, job.use_distributed_optimizer
-    linears = stock_buckets(sizes, data, sharded) if cells is None else engine_buckets(sizes, data, cells["partition"])
+    data, sharded = job.data_parallel_size, job.use_distributed_optimizer
     states = sum(BYTES["fp32" if cells is None else cells[state]] for state in STATES)
     for stage in range(job.pipeline_model_parallel_size) if stages is None else stages:
         if job.frozen_base:
-            frozen = Rank(*untrained_bytes(job, stage, cells), 0)
+            frozen = Rank(*untrained_bytes(job, stage, cells), 0, {})
             yield from (frozen for _ in (range(data) if ranks is None else ranks))
             continue
-        others = _buckets_of_others(job, stage)
+        sizes = job.linears(stage)
+        linears = _owned(sizes, data, cells, sharded)
+        others, experts = _buckets_of_others(job, stage), job.experts(stage)
+        owned_experts = cells if job.fp8_experts else None
+        alike = job.expert_data_parallel_size if experts else 1
+        of_experts = _owned(experts, alike, owned_experts, sharded)
         beside = reference_bytes(job, stage, cells) if job.dpo_reference else (0, 0)
         for rank in range(data) if ranks is None else ranks:
             row = rank if sharded else 0
             ours = stock_bytes(linears, row) if cells is None else engine_bytes(linears, cells, sharded)
             used = owned(linears, row) if sharded else sum(sizes)
             all_else = stock_bytes(others, row)
-            yield Rank(ours | {REFERENCE: beside[0]}, all_else | {REFERENCE: beside[1]}, int(used * states))
+            routed: dict[str, int] = {}
+            if experts and owned_experts is None:
+                routed = stock_bytes(of_experts, rank * alike // data if sharded else 0)
+            elif experts and owned_experts is not None:
+                routed = engine_bytes(of_experts, owned_experts, sharded)  # linears and experts share the scratch
+                routed[_SCRATCH] = max(0, routed[_SCRATCH] - ours[_SCRATCH])
+            yield Rank(ours | {REFERENCE: beside[0]}, all_else | {REFERENCE: beside[1]}, int(used * states), routed)
+
+
+def _owned(sizes: list[int], ranks: int, cells: Mapping[str, str] | None, sharded: bool) -> "list[Placement]":
+    """Buckets of weights of these sizes: the engine's, or without cells stock's."""
+    return stock_buckets(sizes, ranks, sharded) if cells is None else engine_buckets(sizes, ranks, cells["partition"])
 
 
 @lru_cache(maxsize=64)
@@ -190,7 +213,12 @@ def _buckets_of_others(job: Job, stage: int) -> "list[Placement]":
 def parameters(job: Job) -> tuple[int, int]:
     """(Weights of the four linears, all other parameters) of one tensor-parallel rank, over all pipeline stages."""
     stages = range(job.pipeline_model_parallel_size)
-    return sum(job.linears()) * len(stages), sum(sum(job.others(stage)) for stage in stages)
+    return sum(sum(job.linears(stage)) for stage in stages), sum(sum(job.others(stage)) for stage in stages)
+
+
+def expert_parameters(job: Job) -> int:
+    """Weights of one rank's routed experts, over all pipeline stages."""
+    return sum(sum(job.experts(stage)) for stage in range(job.pipeline_model_parallel_size))
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -258,13 +286,16 @@ def _column(job: Job, cells: Mapping[str, str] | None) -> dict[str, str]:
     """{row: cell} of a level's column."""
     ranks = list(ranks_bytes(job, cells))
     linears, others = [sum(rank.linears.values()) for rank in ranks], [sum(rank.others.values()) for rank in ranks]
-    both = [a + b for a, b in zip(linears, others, strict=True)]
+    experts = [sum(rank.experts.values()) for rank in ranks]
+    both = [rank.all for rank in ranks]
     rows = {f"linears: {kind}": [rank.linears.get(kind, 0) for rank in ranks] for kind in KINDS}
     rows["linears: of these states, in use"] = [rank.used for rank in ranks]
+    rows |= {f"experts: {kind}": [rank.experts.get(kind, 0) for rank in ranks] for kind in KINDS}
     rows |= {"embedding, head, norms, biases": others, "all": both}
     column = {row: _range(values) if any(values) else "" for row, values in rows.items()}
-    counts = [count * job.data_parallel_size for count in parameters(job)]
+    counts = [count * job.data_parallel_size for count in (*parameters(job), expert_parameters(job))]
     column["bytes a parameter: linears"] = f"{sum(linears) / counts[0]:.3f}"
+    column["bytes a parameter: experts"] = f"{sum(experts) / counts[2]:.3f}" if counts[2] else ""
     column["bytes a parameter: all"] = f"{sum(both) / sum(counts):.3f}"
     return column
 

@@ -202,8 +202,7 @@ def warnings(job: Job, rehearsal: Rehearsal, outcome: Outcome) -> Iterator[str]:
     elif not outcome.repeats:
         yield "A resumed run does not continue as the original run would: see above."
     if isinstance(counted := _counted(job), CountedJob):
-        most = max(sum(rank.linears.values()) + sum(rank.others.values())
-                   for rank in memory.ranks_bytes(counted, job.cells))  # fmt: skip
+        most = max(rank.all for rank in memory.ranks_bytes(counted, job.cells))
         if most > _H100:
             yield f"A rank holds {most / 1e9:.0f} GB before the first activation; an H100 has 80 GB, an H200 141."
     if rehearsal.data_parallel == 1 < args.data_parallel_size:
