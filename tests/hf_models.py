@@ -59,8 +59,11 @@ GPT2 = NEOX | {
 MISTRAL = {"window_size": (11, 0), "kv_channels": 6}
 QWEN2 = {"add_qkv_bias": True, "untie_embeddings_and_output_weights": False}
 QWEN3 = {"qk_layernorm": True, "kv_channels": 6}
+EXPERTS = {"num_experts": 3, "moe_ffn_hidden_size": 20, "moe_router_topk": 2, "moe_layer_freq": 1}
 FAMILY_CHANGES = {
     **{"llama": {}, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3},
+    "mixtral": EXPERTS | MISTRAL | {"ffn_hidden_size": 20},
+    "qwen3_moe": EXPERTS | QWEN3 | {"moe_router_pre_softmax": True},
     **{"gpt_neox": NEOX, "gpt2": GPT2},
 }
 

@@ -14,6 +14,7 @@ the whole model.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shlex
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ..errors import UserError, is_bug
 from ..flags.rope import STOCK_FACTOR
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
-from .hf.families import LINEARS, Parameter, family_of, parameters, to_e4m3
+from .hf.families import EXPERT_LINEARS, LINEARS, Parameter, family_of, parameters, to_e4m3
 from .hf.folder import CONFIG, INDEX, Weights, read_json
 from .hf.schema import shown
 from .pickles import data_only
@@ -55,6 +56,8 @@ def to_hf(
     args = model_args(saved, vocab_size, str(folder))
     if dtype == "e4m3" and family_of(args).model_type == "gpt2":
         raise UserError("--dtype e4m3: loaders support E4M3 only in Linear modules, and gpt2 has none; use bf16")
+    if dtype == "e4m3" and args.num_experts is not None:
+        raise UserError("--dtype e4m3: experts are not written in E4M3; use bf16")
     wanted = parameters(args)
     _check_names(folder, stored, wanted, args)
     config = config_of(args)
@@ -249,13 +252,15 @@ def _write_megatron(out: Path, state: dict[str, Any], args: Namespace) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    def add_object(name: str, value: Any, of: int = 1, at: int = 0) -> None:
-        state[ShardedObject(name, None, (of,), (at,)).unique_key] = [value]
+    def add_object(name: str, value: Any, of: tuple[int, ...] = (1,), at: tuple[int, ...] = (0,)) -> None:
+        state[ShardedObject(name, None, of, at).unique_key] = [value]
 
     # Megatron's linears expect an extra state, which is empty except with Transformer Engine's FP8.
-    for module in LINEARS:
-        for layer in range(args.num_layers):
-            add_object(f"{module}_extra_state", None, args.num_layers, layer)
+    present = family_of(args).modules
+    for module in (module for module in (*LINEARS, *EXPERT_LINEARS) if module in present):
+        of = (args.num_layers, *([args.num_experts] if module in EXPERT_LINEARS else []))
+        for at in itertools.product(*map(range, of)):
+            add_object(f"{module}_extra_state", None, of, at)
     add_object("common_state", {"args": args, "checkpoint_version": 3.0, "iteration": 0})
     release = out / "release"
     dcp.save(

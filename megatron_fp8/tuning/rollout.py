@@ -57,6 +57,7 @@ def _args_of(model, vocab_size: int | None) -> Namespace:
     config = model.config
     return Namespace(**{
         **vars(config),
+        "num_experts": config.num_moe_experts,
         "swiglu": config.gated_linear_unit,
         "position_embedding_type": model.position_embedding_type,
         "max_position_embeddings": model.max_sequence_length,

@@ -9,6 +9,7 @@ from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 from torch.distributed.checkpoint import FileSystemReader
 
+from megatron_fp8.checkpoint import convert
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.tools.perf.job import Job
 from megatron_fp8.tools.perf.memory import ranks_bytes
@@ -267,6 +268,20 @@ def test_grouped_experts_of_transformer_engine_become_owned_ones_and_go_back(tmp
     assert again.losses[0] == whole.losses[2] and again.grad_norms[0] == whole.grad_norms[2]
     back = stock(f"--load {tmp_path / 'ours'} --ckpt-step 3 --no-load-optim --dist-ckpt-strictness log_all")
     assert back.losses == pytest.approx(whole.losses[3:], abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "ranks"), [("O3 --fp8-experts", 2), ("O1", 1)])
+def test_a_level_s_experts_go_to_hugging_face_and_back(level, ranks, tmp_path):
+    """All digits of the first loss. Expert parallelism leaves no trace in a checkpoint."""
+    saved, hf, back = (str(tmp_path / name) for name in ("saved", "hf", "back"))
+    spread = SPREAD if ranks == 2 else ZERO
+    whole = train(f"{MOE} --qk-layernorm --fp8-level {level} {spread} --save {saved} --save-interval 4", ranks)
+    convert.to_hf(saved, hf, vocab_size=256)  # with the row of the end of a document
+    convert.to_megatron(hf, back)
+    flags = f"{MOE} --qk-layernorm --fp8-level O1 --fp8-gemm bf16 --finetune"
+    again = [exact(train(f"{flags} --load {folder}", steps=1)) for folder in (saved, back)]
+    assert again[0] == again[1] != [] and float(again[0][0]) < whole.losses[0]
 
 
 def weights(checkpoint) -> dict:

@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_models import FAMILY_CHANGES, GPT2, MISTRAL, NEOX, QWEN2, QWEN3, saved, write_folder
+from hf_models import EXPERTS, FAMILY_CHANGES, GPT2, MISTRAL, NEOX, QWEN2, QWEN3, saved, write_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -227,7 +227,12 @@ def test_flags_describe_the_model():
 @pytest.mark.parametrize(
     ("changes", "flag"),
     [
-        ({"num_experts": 8}, "--num-experts 8"),
+        (EXPERTS | {"moe_shared_expert_intermediate_size": 16}, "--moe-shared-expert-intermediate-size 16"),
+        (EXPERTS | {"moe_layer_freq": [0, 1]}, r"--moe-layer-freq .*0, 1.*: no Hugging Face model"),
+        (EXPERTS | {"moe_layer_freq": 2}, "--moe-layer-freq 2: no Hugging Face model"),
+        (EXPERTS | {"moe_router_pre_softmax": True}, "--moe-router-pre-softmax: .* mixtral .*--num-experts"),
+        (EXPERTS | {"moe_router_score_function": "sigmoid"}, "--moe-router-score-function: .* mixtral "),
+        (EXPERTS | {"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias True"),
         ({"qk_layernorm": True, "add_qkv_bias": True}, "--add-qkv-bias: .* qwen3 .*--qk-layernorm"),
         ({"qk_layernorm": True, "window_size": (8, 0)}, "--window-size: .* qwen3 "),
         ({"qk_layernorm": True, "add_bias_linear": True}, "--disable-bias-linear: .* qwen3 "),
@@ -261,7 +266,9 @@ def test_a_model_without_a_family_is_refused_by_its_flag(changes, flag):
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
-        ("llama", {"model_type": "mixtral"}, 'model_type "mixtral"'),
+        ("llama", {"model_type": "deepseek_v2"}, 'model_type "deepseek_v2"'),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
         ("mistral", {"sliding_window": 0}, "sliding_window 0"),
         ("mistral", {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
         ("mistral", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, 'rope scaling "yarn"'),
@@ -319,7 +326,7 @@ def test_there_and_back_is_identical(args, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILY_CHANGES if name != "gpt2"])
+@pytest.mark.parametrize("family", [name for name in FAMILY_CHANGES if name not in ("gpt2", "mixtral", "qwen3_moe")])
 def test_e4m3_folder_there_and_back(family, tmp_path):
     args = model_args(saved(**FAMILY_CHANGES[family]))
     tensors = write_folder(tmp_path / "hf", args)
@@ -474,3 +481,10 @@ def test_command_converts_and_spares_what_is_there(tmp_path, capsys):
     assert cli.main(["convert", "to-hf", str(tmp_path / "out"), str(tmp_path / "new"), "--vocab-size", "90"]) == 0
     with safe_open(tmp_path / "new/model.safetensors", framework="pt") as file:
         assert file.get_slice("lm_head.weight").get_shape() == [90, 24]
+
+
+def test_experts_are_not_written_in_e4m3(tmp_path):
+    write_folder(tmp_path / "hf", model_args(saved(**FAMILY_CHANGES["mixtral"])))
+    convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "megatron"))
+    with pytest.raises(ValueError, match="--dtype e4m3: experts are not written in E4M3; use bf16"):
+        convert.to_hf(str(tmp_path / "megatron"), str(tmp_path / "out"), "e4m3")

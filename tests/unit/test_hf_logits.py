@@ -37,6 +37,7 @@ def llama3(factor: float) -> dict:
     return {"rope_parameters": {**scaling, "original_max_position_embeddings": 8192, "rope_theta": THETA}}
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 20}
 MODELS = {  # {name: (architecture, config)}
     "llama": ("Llama", {}),
     "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
@@ -48,6 +49,10 @@ MODELS = {  # {name: (architecture, config)}
     "mistral, no window": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen 2.5": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen 3": ("Qwen3", {"head_dim": 20}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "head_dim": 16}),
+    "mixtral, three a token": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7}),
+    "qwen 3, experts": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen 3, experts, shares of all": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": False}),
 }
 
 
@@ -116,7 +121,7 @@ def test_logits_are_those_of_transformers(name, megatron, tmp_path, capsys):
     tokens = torch.randint(VOCABULARY, (2, LENGTH))
     with torch.no_grad():
         expected = model(tokens).logits
-    for level in (False, True):
+    for level in (True,) if "--num-experts" in flags else (False, True):  # stock's own experts: docs/checkpoints.md
         found = logits_of(built(flags, level), tmp_path / "megatron", tokens)
         assert apart(found, expected) < BOUND, (seed, level)
 
@@ -136,6 +141,8 @@ def test_logits_are_those_of_transformers(name, megatron, tmp_path, capsys):
         ("mistral", "--window-size", "5,0"),
         ("qwen 2.5", "--rotary-base", "20000"),
         ("qwen 3", "--norm-epsilon", "0.001"),
+        ("mixtral", "--moe-router-topk", "3"),
+        ("qwen 3, experts, shares of all", "--moe-router-pre-softmax", None),
     ],
 )
 def test_each_flag_is_needed(name, flag, other, megatron, tmp_path, capsys):

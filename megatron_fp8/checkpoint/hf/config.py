@@ -22,8 +22,10 @@ from .schema import (
     Llama,
     LlamaLike,
     Mistral,
+    Mixtral,
     ModelArguments,
     Neox,
+    Qwen3Moe,
     Rope,
     Section,
     as_json,
@@ -60,13 +62,19 @@ _FLAGS = {
     "attention_dropout": "--attention-dropout",
     "hidden_dropout": "--hidden-dropout",
     "init_method_std": "--init-method-std",
+    "num_experts": "--num-experts",
+    "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
+    "moe_router_topk": "--moe-router-topk",
+    "moe_router_pre_softmax": "--moe-router-pre-softmax",
 }
 # Arguments that must be off: no family computes what they switch on.
 _OFF = (
-    "num_experts multi_latent_attention mtp_num_layers qk_l2_norm layernorm_zero_centered_gamma "
+    "multi_latent_attention mtp_num_layers qk_l2_norm layernorm_zero_centered_gamma "
     "apply_residual_connection_post_layernorm softmax_type window_attn_skip_freq rotary_interleaved squared_relu "
     "quick_geglu rotary_seq_len_interpolation_factor no_rope_freq attention_output_gate glu_linear_offset use_mup "
     "activation_func_clamp_value experimental_attention_variant linear_attention_freq hybrid_layer_pattern "
+    "moe_shared_expert_intermediate_size moe_latent_size moe_router_enable_expert_bias moe_router_num_groups "
+    "moe_router_topk_scaling_factor moe_expert_capacity_factor moe_apply_probs_on_input "
     "heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec"
 ).split()
 _USE_VOCAB_SIZE = (None, "NullTokenizer", "TikTokenizer")  # other tokenizers ignore --vocab-size
@@ -91,9 +99,16 @@ def model_args(saved: Namespace, vocab_size: int | None = None, file: str = "the
             said = "no Hugging Face model known here computes this"
             raise UserError(f"--{flag.replace('_', '-')} {shown(str(value))}: {said}")
     given = {name: value for name in ModelArguments.model_fields if (value := getattr(saved, name, None)) is not None}
+    if given.get("num_experts") and (frequency := getattr(saved, "moe_layer_freq", 1)) != 1 and 0 in _listed(frequency):
+        said = "no Hugging Face model known here has experts in some layers only"
+        raise UserError(f"--moe-layer-freq {shown(str(frequency))}: {said}")
     missing = "is missing from its arguments; save it with megatron-core 0.19"
     args = Namespace(**checked(ModelArguments, given, file, missing).model_dump())
     args.rotary_base = int(args.rotary_base)
+    if args.num_experts is None:
+        args.moe_ffn_hidden_size = args.moe_router_topk = None
+    elif args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size  # as Megatron has it
     if not args.group_query_attention:
         args.num_query_groups = args.num_attention_heads
     args.add_qkv_bias |= args.add_bias_linear  # as Megatron has it
@@ -105,12 +120,18 @@ def model_args(saved: Namespace, vocab_size: int | None = None, file: str = "the
     return args
 
 
+def _listed(frequency: Any) -> list:
+    """Megatron's --moe-layer-freq as a number a layer; of a number above 1: with a layer without experts."""
+    return list(frequency) if isinstance(frequency, list | tuple) else [0]
+
+
 def _check(args: Namespace) -> None:
     """Refuse arguments that their family does not compute."""
     family = family_of(args)
     chosen = f"{family.model_type} (chosen for --normalization {args.normalization}"
     chosen += f" --position-embedding-type {args.position_embedding_type}"
     asked = {"qwen3": " --qk-layernorm", "qwen2": " --add-qkv-bias", "mistral": " --window-size"}
+    asked |= {"mixtral": " --num-experts", "qwen3_moe": " --num-experts --qk-layernorm"}
     chosen += f"{asked.get(family.model_type, '')})"
     needs = dict(family.needs)
     if not issubclass(family.schema, LlamaLike):
@@ -119,7 +140,7 @@ def _check(args: Namespace) -> None:
     for name, value in needs.items():
         found = getattr(args, name)
         if found != value:
-            flag = _FLAGS[name].rstrip("!")
+            flag = _FLAGS.get(name, f"--{name.replace('_', '-')}").rstrip("!")
             raise UserError(f"{flag}: Hugging Face's {chosen} has only {name} = {value}, this model has {found}")
 
 
@@ -138,8 +159,10 @@ def config_of(args: Namespace) -> dict[str, Any]:
             config["rope_scaling"] = {"rope_type": "llama3", "factor": args.rope_factor_built, **_LLAMA3_ROPE}
         if family.schema is Llama:
             config |= {"attention_bias": args.add_bias_linear, "mlp_bias": args.add_bias_linear}
-        elif family.schema is Mistral:
-            config["sliding_window"] = args.window_size[0] + 1
+        elif family.schema in (Mistral, Mixtral):
+            config["sliding_window"] = None if args.window_size is None else args.window_size[0] + 1
+        elif family.schema is Qwen3Moe:
+            config |= {"norm_topk_prob": not args.moe_router_pre_softmax, "mlp_only_layers": []}
     elif family.model_type == "gpt_neox":
         config |= {"hidden_act": gelu, "rotary_emb_base": args.rotary_base, "rotary_pct": args.rotary_percent}
     else:
@@ -160,8 +183,14 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
     given = {key: value for key, value in values.items() if value is not None or key in family.schema.nullable}
     config = checked(family.schema, given, file, f"is missing, and a {family.model_type} model needs it")
     args = Namespace(**{name: getattr(config, key) for name, key in family.keys.items()})
+    if isinstance(config, Qwen3Moe):
+        args.moe_router_pre_softmax = not config.norm_topk_prob
+    none = dict.fromkeys(("num_experts", "moe_ffn_hidden_size", "moe_router_topk"))
     defaults = {
-        "ffn_hidden_size": 4 * args.hidden_size,
+        **none,
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        "ffn_hidden_size": getattr(args, "moe_ffn_hidden_size", None) or 4 * args.hidden_size,
         "num_query_groups": args.num_attention_heads,
         "kv_channels": args.hidden_size // args.num_attention_heads,
         "hidden_dropout": 0.0,
@@ -184,7 +213,7 @@ def args_of(values: Mapping[str, Any], file: str = "config.json") -> Namespace:
             raise UserError(f"{file}: mlp_bias {config.mlp_bias} with attention_bias {config.attention_bias} is not "
                             "supported; Megatron has biases in all linears or in none")  # fmt: skip
         args.add_qkv_bias = args.add_bias_linear
-    elif isinstance(config, Mistral):
+    elif isinstance(config, Mistral | Mixtral):
         args.window_size = None if config.sliding_window is None else (config.sliding_window - 1, 0)
     elif isinstance(config, Neox | Gpt2):
         gelu = config.hidden_act if isinstance(config, Neox) else config.activation_function

@@ -9,6 +9,9 @@ These families compute exactly what a Megatron GPT with these flags computes:
     qwen2      llama with --add-qkv-bias --disable-bias-linear
     qwen3      llama without biases, with --qk-layernorm: one norm of a head's channels for all query heads, one
                for all keys
+    mixtral    llama without biases, with --num-experts in every layer: probabilities are those of the chosen experts
+               alone, as without --moe-router-pre-softmax; with --window-size or not
+    qwen3_moe  qwen3 likewise; norm_topk_prob is true without --moe-router-pre-softmax, false with it
     gpt_neox   LayerNorm, GELU, rope (--rotary-percent too), biases; without its parallel residual
     gpt2       LayerNorm, GELU, learned positions, biases
 
@@ -19,6 +22,7 @@ layer's.  h: heads, g: query groups, d: channels per head, f: FFN size; rows of 
                  llama: q (h d rows), k (g d), v (g d).  gpt2: q, k, v in one tensor.
                  gpt_neox (g = h): as Megatron.
     linear_fc1   gate above up, 2 f rows.  llama: two tensors.  (--swiglu computes silu(gate) * up.)
+    experts      [E, ...] of these; each expert has tensors of its own in both families.
     gpt2's four linears are stored transposed.
 
 An E4M3 weight is payload (float8_e4m3fn) times weight_scale (float32, one number), the compressed-tensors format.  The
@@ -39,7 +43,7 @@ from ...errors import UserError
 from ...numerics import E4M3, ScaledTensor
 from ...numerics.scaling import power_of_two_scale
 from ...ops import amax, quantize
-from .schema import Gpt2, Llama, LlamaLike, Mistral, Neox, Qwen2, Qwen3
+from .schema import Gpt2, Llama, LlamaLike, Mistral, Mixtral, Neox, Qwen2, Qwen3, Qwen3Moe
 
 # Prefixes of Megatron's parameter names; "weight" or "bias" follows.
 _WORDS = "embedding.word_embeddings."
@@ -52,9 +56,15 @@ _PROJ = "decoder.layers.self_attention.linear_proj."
 _NORM2 = "decoder.layers.mlp.linear_fc1.layer_norm_"
 _FC1 = "decoder.layers.mlp.linear_fc1."
 _FC2 = "decoder.layers.mlp.linear_fc2."
+_NORM_MOE = "decoder.layers.pre_mlp_layernorm."
+_ROUTER = "decoder.layers.mlp.router."
+_EXPERT_FC1 = "decoder.layers.mlp.experts.experts.linear_fc1."
+_EXPERT_FC2 = "decoder.layers.mlp.experts.experts.linear_fc2."
 _NORM = "decoder.final_layernorm."
 OUTPUT = "output_layer."
 LINEARS = (_QKV, _PROJ, _FC1, _FC2)
+EXPERT_LINEARS = (_EXPERT_FC1, _EXPERT_FC2)
+_NUMBER = "#"  # of an expert
 
 
 def split_qkv(tensor: torch.Tensor, args: Namespace) -> list[torch.Tensor]:
@@ -82,6 +92,11 @@ AS_IS = Layout(lambda tensor, args: [tensor], lambda parts, args: parts[0])
 TRANSPOSED = Layout(lambda tensor, args: [tensor.t()], lambda parts, args: parts[0].t())
 QKV = Layout(split_qkv, merge_qkv)
 GATE_UP = Layout(lambda tensor, args: list(tensor.chunk(2)), lambda parts, args: torch.cat(parts))
+EXPERTS = Layout(lambda tensor, args: list(tensor), lambda parts, args: torch.stack(parts))
+EXPERTS_GATE_UP = Layout(
+    lambda tensor, args: [part for expert in tensor for part in expert.chunk(2)],
+    lambda parts, args: torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)]),
+)
 TRANSPOSED_QKV = Layout(
     lambda tensor, args: [torch.cat(split_qkv(tensor, args)).t()],
     lambda parts, args: merge_qkv(list(parts[0].t().chunk(3)), args),
@@ -175,6 +190,59 @@ _QWEN3 = replace(
     schema=Qwen3,
     needs={**_LLAMA.needs, **_NO_BIAS, "qk_layernorm": True},
 )
+
+
+def _of_experts(router: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """The modules of a layer's second half, by their names in it."""
+    layer = "model.layers.{}."
+    expert = f"{layer}{router.rpartition('.')[0]}.experts.{_NUMBER}."
+    return {
+        _NORM_MOE: (f"{layer}post_attention_layernorm.",),
+        _ROUTER: (f"{layer}{router}.",),
+        _EXPERT_FC1: (f"{expert}{gate}.", f"{expert}{up}."),
+        _EXPERT_FC2: (f"{expert}{down}.",),
+    }
+
+
+def _with_experts(modules: Mapping[str, tuple[str, ...]], second: Mapping[str, tuple[str, ...]]) -> dict:
+    """modules with `second` in the place of a dense layer's second half, in the model's order."""
+    first = {name: names for name, names in modules.items() if name not in (_NORM2, _FC1, _FC2, _NORM, OUTPUT)}
+    return {**first, **second, **{name: modules[name] for name in (_NORM, OUTPUT)}}
+
+
+_EXPERT_LAYOUTS = {_QKV: QKV, _EXPERT_FC1: EXPERTS_GATE_UP, _EXPERT_FC2: EXPERTS}
+_SOFTMAX = {"moe_router_score_function": "softmax"}
+_WITHOUT_FFN = {name: key for name, key in _LLAMA.keys.items() if name != "ffn_hidden_size"}
+_MIXTRAL = replace(
+    _MISTRAL,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    modules=_with_experts(_LLAMA.modules, _of_experts("block_sparse_moe.gate", "w1", "w3", "w2")),
+    layouts=_EXPERT_LAYOUTS,
+    schema=Mixtral,
+    keys={
+        **_WITHOUT_FFN,
+        "moe_ffn_hidden_size": "intermediate_size",
+        "num_experts": "num_local_experts",
+        "moe_router_topk": "num_experts_per_tok",
+    },
+    needs={**_MISTRAL.needs, **_SOFTMAX, "moe_router_pre_softmax": False},
+)
+_QWEN3_MOE = replace(
+    _QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    modules=_with_experts(_QWEN3.modules, _of_experts("mlp.gate", "gate_proj", "up_proj", "down_proj")),
+    layouts=_EXPERT_LAYOUTS,
+    schema=Qwen3Moe,
+    keys={
+        **_LLAMA.keys,
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+        "num_experts": "num_experts",
+        "moe_router_topk": "num_experts_per_tok",
+    },
+    needs={**_QWEN3.needs, **_SOFTMAX},
+)
 _NEOX = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
@@ -225,12 +293,15 @@ _GPT2 = Family(
     },
     needs={**_LAYER_NORM_GELU, "position_embedding_type": "learned_absolute"},
 )
-FAMILIES = {family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _NEOX, _GPT2)}
+_ALL = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE, _NEOX, _GPT2)
+FAMILIES = {family.model_type: family for family in _ALL}
 
 
 def family_of(args: Namespace) -> Family:
     """The family for a model's norms, biases and positions; hf/config.py checks the family's other needs."""
     if args.normalization == "RMSNorm":
+        if args.num_experts is not None:
+            return _QWEN3_MOE if args.qk_layernorm else _MIXTRAL
         if args.qk_layernorm:
             return _QWEN3
         if args.add_qkv_bias and not args.add_bias_linear:
@@ -291,11 +362,16 @@ def parameters(args: Namespace) -> list[Parameter]:
         OUTPUT: args.padded_vocab_size,
         _QNORM: args.kv_channels,
         _KNORM: args.kv_channels,
+        _ROUTER: args.num_experts,
+        _EXPERT_FC1: 2 * (args.moe_ffn_hidden_size or 0),
     }
-    columns = {_PROJ: args.num_attention_heads * args.kv_channels, _FC2: args.ffn_hidden_size}
+    columns = {
+        **{_PROJ: args.num_attention_heads * args.kv_channels, _FC2: args.ffn_hidden_size},
+        _EXPERT_FC2: args.moe_ffn_hidden_size,
+    }
     found = []
     for module, names in family.modules.items():
-        is_norm, is_linear = module in (_NORM1, _QNORM, _KNORM, _NORM2, _NORM), module in LINEARS
+        is_norm, is_linear = module in (_NORM1, _QNORM, _KNORM, _NORM2, _NORM_MOE, _NORM), module in LINEARS
         biased = args.add_qkv_bias if module == _QKV else args.add_bias_linear
         has_bias = args.normalization == "LayerNorm" if is_norm else is_linear and biased
         if module == OUTPUT and not args.untie_embeddings_and_output_weights:
@@ -304,6 +380,9 @@ def parameters(args: Namespace) -> list[Parameter]:
             shape = [rows.get(module, hidden)]
             if kind == "weight" and not is_norm:
                 shape.append(columns.get(module, hidden))
+            if module in EXPERT_LINEARS:
+                shape = [args.num_experts, *shape]
+                names = tuple(name.replace(_NUMBER, str(i)) for i in range(args.num_experts) for name in names)
             layout = family.layouts.get(module, AS_IS)
             found.append(Parameter(module + kind, tuple(name + kind for name in names), layout, tuple(shape)))
     return found

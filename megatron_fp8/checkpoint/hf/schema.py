@@ -14,7 +14,7 @@ from ...flags.rope import STOCK_FACTOR
 from ...packages import needs
 
 try:
-    from pydantic import BaseModel, ConfigDict, Field, ValidationError
+    from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 except ModuleNotFoundError:
     raise UserError(f"megatron-fp8 convert {needs('pydantic')}") from None
 
@@ -111,6 +111,26 @@ class Qwen3(Qwen2):
     attention_bias: Literal[False] = False
 
 
+class Mixtral(LlamaLike):
+    """config.json of a MixtralForCausalLM."""
+
+    num_key_value_heads: Count  # transformers takes null for the number of heads, and an absent key for 8
+    sliding_window: Size | None = None
+    num_local_experts: Count = 8
+    num_experts_per_tok: Count = 2
+
+
+class Qwen3Moe(Qwen3):
+    """config.json of a Qwen3MoeForCausalLM, by transformers 4 or 5. Each layer has experts."""
+
+    moe_intermediate_size: Size  # transformers takes an absent key for 768
+    num_experts: Count = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))  # 4's, 5's
+    num_experts_per_tok: Count = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: Literal[1] = 1
+    mlp_only_layers: list[Any] = Field(default=[], max_length=0)
+
+
 class Neox(_Roped):
     """config.json of a GPTNeoXForCausalLM."""
 
@@ -173,6 +193,11 @@ class ModelArguments(Section):
     attention_dropout: Share
     hidden_dropout: Share
     init_method_std: Deviation
+    num_experts: Count | None = None
+    moe_ffn_hidden_size: Size | None = None
+    moe_router_topk: Count | None = None
+    moe_router_pre_softmax: bool = False
+    moe_router_score_function: str = "softmax"
     padded_vocab_size: Size
     vocab_size: Size | None = None
 
