@@ -10,6 +10,7 @@ from . import (
     reference_attention,
     reference_cross_entropy,
     reference_embedding,
+    reference_groups,
     reference_norm,
     reference_qkv,
     reference_statistics,
@@ -20,6 +21,7 @@ amax = operation(reference.amax, "cast")
 quantize = operation(reference.quantize, "cast")
 quantize_bias_grad = operation(reference.quantize_bias_grad, "cast")
 transpose = operation(reference.transpose, "cast")
+quantize_groups = operation(reference_groups.quantize_groups, "groups")
 quantize_blocks = operation(reference.quantize_blocks, "blocks")
 add_blocks = operation(reference.add_blocks, "blocks")
 sum_blocks = operation(reference.sum_blocks, "blocks")

@@ -1,0 +1,67 @@
+"""Groups: the rows of several experts in one matrix, and the tables by which kernels find them.
+
+    given    (R, K)    sorted by expert, as a dispatcher hands them over
+    padded   (R', K)   each expert's rows, then rows of zeros up to a multiple of 128; R' <= R + 127 E
+
+                        tile     0       1       2       3       4      5
+    first[e]  = 0 2 2 5          |  expert 0     |       expert 2       | rows that no expert has
+    expert[m] = 0 0 2 2 2 2      |  a a a . |          b b b b b .      |
+
+So a tile of 128 rows belongs to one expert, and an expert without a row has no tile. R' is a bound that needs the sum
+of the counts only, which is R: the tables are made on the device of the counts, and the host waits for nothing. What
+lies in rows beyond first[E] is undefined, and is read by no GEMM.
+
+Padding to the tile is DeepGEMM's "contiguous layout" (github.com/deepseek-ai/DeepGEMM).
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+TILE = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """See the top of the file. All tensors are on one device.
+
+    Attributes:
+        counts: (E,) int32, each expert's rows.
+        first: (E + 1,) int32, the tile that each expert's rows begin with, and the number of all tiles.
+        expert: (R' / 128,) int32, each tile's expert; beyond the last tile any.
+        source: (R',) int32, the given row that each row is, or -1 for padding.
+        place: (R,) int64, where each given row lies.
+    """
+
+    counts: torch.Tensor
+    first: torch.Tensor
+    expert: torch.Tensor
+    source: torch.Tensor
+    place: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """R'."""
+        return self.source.numel()
+
+    @functools.cached_property
+    def parts(self) -> list[slice]:
+        """Each expert's own rows. Waits for the device."""
+        begins = self.first[:-1].tolist()
+        return [slice(begin * TILE, begin * TILE + n) for begin, n in zip(begins, self.counts.tolist(), strict=True)]
+
+
+def groups_of(counts: torch.Tensor, rows: int, device: torch.device) -> Groups:
+    """The Groups of experts with these counts (E,), integers, which sum to `rows` > 0."""
+    counts = counts.to(device, torch.int64, non_blocking=True)
+    experts = counts.numel()
+    ends = ((counts + (TILE - 1)) // TILE).cumsum(0)
+    first = torch.cat([ends.new_zeros(1), ends])
+    tiles = torch.arange((rows + (TILE - 1) * experts) // TILE, device=device)
+    expert = torch.searchsorted(ends, tiles, right=True).clamp_(max=experts - 1)
+    row, last = torch.arange(rows, device=device), counts.cumsum(0)
+    place = row + (first[:-1] * TILE - (last - counts))[torch.searchsorted(last, row, right=True)]
+    source = torch.full((tiles.numel() * TILE,), -1, dtype=torch.int32, device=device)
+    source[place] = row.int()
+    return Groups(counts.int(), first.int(), expert.int(), source, place)

@@ -1,0 +1,35 @@
+"""Casts of several experts' rows in plain PyTorch: the reference for the kernel, and the CPU's implementation."""
+
+import torch
+
+from ..numerics.formats import Format, encode
+from .groups import TILE, Groups
+from .reference import amax
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    groups: Groups,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    rows: bool,
+    columns: bool,
+    amax_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Cast x to FP8, each expert's rows with its own scale: (payload (R', K) if rows, payload_t (K, R') if columns).
+
+    x: (R, K) as given, or (R', K) padded (groups.py); bf16, fp16 or fp32. What it has in rows of padding is not read:
+    they become zeros. scale: (E,) float32. amax_out: (E,) float32, becomes max(amax_out, max|x|) of each expert's rows.
+    Rows beyond the last tile are not written.
+    """
+    given, parts = x.shape[0] != groups.rows, groups.parts
+    payload = torch.empty(groups.rows, x.shape[1], dtype=fmt.dtype, device=x.device)
+    for e, part in enumerate(parts):
+        begin, count = part.start, part.stop - part.start
+        mine = x[groups.source[part].long()] if given else x[part]
+        if count and amax_out is not None:
+            torch.maximum(amax_out[e], amax(mine), out=amax_out[e])
+        payload[part] = encode(mine.contiguous(), fmt, scale[e])
+        payload[part.stop : begin + -(-count // TILE) * TILE].view(torch.uint8).zero_()
+    return payload if rows else None, payload.t().contiguous() if columns else None

@@ -1,0 +1,70 @@
+"""The cast of several experts' rows to FP8 (ops/groups.py) as a Triton kernel: padding, cast, transpose, amax at once.
+
+A program casts 64 rows of one tile of 128, so all its rows have one expert's scale and amax. It finds a row of x by the
+table of sources: rows that are given without padding are spread by the same loads, and padding is not read at all. A
+program beyond the last tile ends at once. How codes are made, transposed and stored: cast.py.
+
+Bytes: 2 of x, 1 of each payload. Agreement with reference_groups.py: bit for bit, except for the payload of NaN.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...numerics.formats import E4M3, Format
+from ..groups import TILE, Groups
+from .cast import TILE_K, TILE_M, TILE_WARPS, empty_payload, fp8_pair, magnitude_bits, raise_amax, store_codes, tile_place
+from .launch import cdiv, launched
+
+
+@triton.jit
+def _load_given(x_ptr, source_ptr, rows, cols, K, GIVEN: tl.constexpr):
+    source = tl.load(source_ptr + rows)
+    mask = (source >= 0)[:, None] & (cols < K)[None, :]
+    at = source if GIVEN else rows
+    return tl.load(x_ptr + at.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0).to(tl.float32)
+
+
+@launched
+@triton.jit(do_not_specialize=["zero"])
+def _groups_kernel(
+    x_ptr, M, K, scale_ptr, first_ptr, expert_ptr, source_ptr, experts, out_ptr, out_t_ptr, amax_ptr, zero,
+    E4M3: tl.constexpr, GIVEN: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tile, quads, cols = tile_place(K, TILE_M, TILE_K)
+    group = tile * TILE_M // GROUP
+    if group < tl.load(first_ptr + experts):
+        expert = tl.load(expert_ptr + group)
+        scale = tl.load(scale_ptr + expert)
+        largest = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+        word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+        for i in tl.static_range(2):
+            x_0 = _load_given(x_ptr, source_ptr, 4 * quads + 2 * i, cols, K, GIVEN)
+            x_1 = _load_given(x_ptr, source_ptr, 4 * quads + 2 * i + 1, cols, K, GIVEN)
+            if amax_ptr is not None:
+                largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+            word |= fp8_pair(x_0, x_1, scale, zero, E4M3) << (16 * i)
+        store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, True)
+        if amax_ptr is not None:
+            raise_amax(amax_ptr + expert, largest)
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    groups: Groups,
+    fmt: Format,
+    scale: torch.Tensor,
+    *,
+    rows: bool,
+    columns: bool,
+    amax_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """See reference_groups.quantize_groups. One pass; amax_out must not be negative."""
+    x, M, K = x.contiguous(), groups.rows, x.shape[1]
+    payload = empty_payload(x, (M, K), fmt) if rows else None
+    payload_t = empty_payload(x, (K, M), fmt) if columns else None
+    _groups_kernel[(M // TILE_M * cdiv(K, TILE_K),)](
+        x, M, K, scale, groups.first, groups.expert, groups.source, groups.counts.numel(), payload, payload_t, amax_out, 0,
+        E4M3=fmt == E4M3, GIVEN=x.shape[0] != M, TILE_M=TILE_M, TILE_K=TILE_K, GROUP=TILE, num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return payload, payload_t

@@ -1,0 +1,80 @@
+"""The cast of several experts' rows, against the reference; its tables, against plain counting.
+
+tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
+"""
+
+import pytest
+import torch
+from test_ops_cuda import DEVICE, INTERPRETED, on_gpu_only
+
+from megatron_fp8 import ops
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.ops import reference_groups
+from megatron_fp8.ops.groups import TILE, groups_of
+
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+if INTERPRETED:
+    from megatron_fp8.ops.triton.groups import quantize_groups
+else:
+    quantize_groups = ops.quantize_groups
+
+COUNTS = {
+    "edges": [0, 1, 127, 128, 129, 0, 255, 256, 0],
+    "one": [0, 0, 300, 0],
+    "alone": [130],
+    "whole": [128],
+    "first": [5, 0, 0],
+}
+CASES = [(counts, 72, fmt) for counts in COUNTS.values() for fmt in (E4M3, E5M2)]
+CASES += [([64] * 3, 264, E4M3), pytest.param([700, 0, 1300, 90], 2048, E5M2, marks=on_gpu_only)]
+
+
+def in_full(x, groups):
+    """x (R, K) as padded, with NaN in all padding."""
+    full = torch.full((groups.rows, x.shape[1]), torch.nan, dtype=x.dtype, device=x.device)
+    full[groups.place] = x
+    return full
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_tables(counts):
+    groups = groups_of(torch.tensor(counts), sum(counts), torch.device(DEVICE))
+    first, expert, source = (t.tolist() for t in (groups.first, groups.expert, groups.source))
+    given = iter(range(sum(counts)))
+    at, place = 0, []
+    for e, count in enumerate(counts):
+        assert first[e] == at // TILE
+        for row in range(-(-count // TILE) * TILE):
+            assert expert[(at + row) // TILE] == e
+            number = next(given) if row < count else -1
+            assert source[at + row] == number
+            place += [at + row] if row < count else []
+        at += -(-count // TILE) * TILE
+    assert first[-1] == at // TILE and groups.place.tolist() == place
+    assert groups.rows >= at and set(source[at:]) <= {-1}
+
+
+@pytest.mark.parametrize(("counts", "width", "fmt"), CASES, ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "with_amax"), [(True, True, True), (True, False, False), (False, True, True)])
+def test_the_cast_against_the_reference(counts, width, fmt, padded, rows, columns, with_amax):
+    groups = groups_of(torch.tensor(counts), sum(counts), torch.device(DEVICE))
+    x = (torch.randn(sum(counts), width, device=DEVICE) * torch.rand(sum(counts), 1, device=DEVICE)).bfloat16()
+    odd = torch.tensor([torch.inf, -1e30, 0.0, 448.0, 3e-6], device=DEVICE).to(x)
+    x.view(-1)[torch.randperm(x.numel(), device=DEVICE)[: len(odd)]] = odd
+    if padded:
+        x = in_full(x, groups)
+    scale = 0.1 + 100 * torch.rand(len(counts), device=DEVICE)
+    largest = [torch.full((len(counts),), 0.5, device=DEVICE) if with_amax else None for _ in range(2)]
+    how = {"rows": rows, "columns": columns}
+    theirs = reference_groups.quantize_groups(x, groups, fmt, scale, amax_out=largest[0], **how)
+    ours = quantize_groups(x, groups, fmt, scale, amax_out=largest[1], **how)
+    end = int(groups.first[-1]) * TILE
+    for mine, other, wanted, transposed in zip(ours, theirs, (rows, columns), (False, True), strict=True):
+        assert (mine is not None) == wanted
+        if wanted:
+            mine, other = ((t.mT if transposed else t)[:end].float() for t in (mine, other))
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)  # E4M3's NaN has two signs
+            assert (mine[groups.source[:end] < 0] == 0).all()
+    if with_amax:
+        assert torch.equal(*largest)
