@@ -43,11 +43,15 @@ class DenseStore:
         self.shards, self.numel, self.storage = shards, shards * m, storage
         self._values = torch.zeros(self.numel, dtype=_DENSE[storage], device=device)
 
-    def add(self, product: gemm.Product, sink: "GradSink") -> None:
+    def add(self, product: gemm.Product | gemm.Computed, sink: "GradSink") -> None:
         """Add a gradient in the GEMM, or overwrite what is there with the first of a step."""
+        product.compute(into=self.place(sink), accumulate=sink.adds > 0)
+
+    def place(self, sink: "GradSink") -> torch.Tensor:
+        """The sink's elements, as a GEMM writes or adds them."""
         if sink.place is None:
             sink.place = self._values[sink.start : sink.start + sink.shape.numel()].view(sink.shape)
-        product.compute(into=sink.place, accumulate=sink.adds > 0)
+        return sink.place
 
     def clear(self, start: int, numel: int) -> None:
         """Zero some elements: padding, or a weight that got no gradient in this step."""
@@ -91,13 +95,16 @@ class BlockStore:
         self.shards, self.numel = shards, shards * m
         self._packed = PackedBlocks.zeros(shards, m, device)
 
-    def add(self, product: gemm.Product, sink: "GradSink") -> None:
+    def add(self, product: gemm.Product | gemm.Computed, sink: "GradSink") -> None:
         """Add a gradient, rounded to BF16, with the sink's noise. A step's first overwrites, to nearest."""
         gradient = product.compute(dtype=torch.bfloat16).view(-1)
         if sink.adds:
             ops.add_blocks(gradient, self._packed, sink.seed(), sink.start)
         else:
             ops.quantize_blocks(gradient, out=self._packed, first=sink.start)
+
+    def place(self, sink: "GradSink") -> None:
+        """None: no GEMM adds to what is stored."""
 
     def clear(self, start: int, numel: int) -> None:
         """As DenseStore's."""
@@ -162,15 +169,25 @@ class GradSink:
         """The next gradient overwrites."""
         self.step, self.adds, self.closed = step, 0, False
 
-    def take(self, product: gemm.Product) -> None:
-        """Take the gradient of one micro-batch.  RuntimeError if the step's gradients have already been sent."""
+    def take(self, product: gemm.Product | gemm.Computed) -> None:
+        """Take the gradient of one micro-batch. RuntimeError as `check_open`."""
+        self.check_open()
+        self.store.add(product, self)
+        self.adds += 1
+
+    def check_open(self) -> None:
+        """RuntimeError if the step's gradients have already been sent."""
         if self.closed:
             raise RuntimeError(
                 "a weight gradient came after its bucket had gone out (a weight that is used several times in a "
                 "micro-batch, under recomputation?): train without --overlap-grad-reduce"
             )
-        self.store.add(product, self)
-        self.adds += 1
+
+    def room(self) -> torch.Tensor | None:
+        """Where a GEMM may write the micro-batch's gradient (N, K), or add it if `adds` is not 0; the caller counts it
+        in `adds`. None: the store does not take it so. RuntimeError as `check_open`."""
+        self.check_open()
+        return self.store.place(self)
 
     def seed(self) -> Seed:
         """The seed of the next addition's noise."""

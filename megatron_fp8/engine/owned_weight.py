@@ -11,6 +11,7 @@ costs a byte a weight and saves a pass a micro-batch.
 """
 
 import contextlib
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,10 +55,11 @@ class Scratch:
         """Room for `shape`, of the payload's one-byte type, on its device."""
         view = self._views.get((payload.dtype, shape))
         if view is None:
-            if self.memory is None or self.memory.numel() < payload.numel():
-                self.memory = torch.empty(payload.numel(), dtype=torch.uint8, device=payload.device)
+            size = math.prod(shape)
+            if self.memory is None or self.memory.numel() < size:
+                self.memory = torch.empty(size, dtype=torch.uint8, device=payload.device)
                 self._views.clear()
-            view = self.memory[: payload.numel()].view(payload.dtype).view(shape)
+            view = self.memory[:size].view(payload.dtype).view(shape)
             self._views[payload.dtype, shape] = view
         return view
 
@@ -348,13 +350,22 @@ class OwnedWeight:
 
     def take_gradient(self, product: gemm.Product) -> None:
         """Take the gradient dW (N, K) of one backward pass."""
-        if self.sink is None:
-            refuse_unattached(self.config.level, self.name)
+        sink = self.open_sink()
         for look in self.events.gradient:
             look(self, product)
-        self.sink.take(product)
+        sink.take(product)
         for look in self.events.gradient_added:
             look(self)
+        self.gradient_taken()
+
+    def open_sink(self) -> GradSink:
+        """The sink, of a gradient that is here. Raises UserError if there is no engine."""
+        if self.sink is None:
+            refuse_unattached(self.config.level, self.name)
+        return self.sink
+
+    def gradient_taken(self) -> None:
+        """The sink has one more gradient."""
         self.pending -= 1
         if self._on_gradient is not None:
             self._on_gradient(self)

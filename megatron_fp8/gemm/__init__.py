@@ -1,5 +1,5 @@
 """The FP8 GEMM: its interface, the backends that compute it, and the search for the fastest one of a shape."""
 
-from .interface import Epilogue, Operand, Product, gemm, plain
+from .interface import Computed, Epilogue, Operand, Product, gemm, plain
 
-__all__ = ["Epilogue", "Operand", "Product", "gemm", "plain"]
+__all__ = ["Computed", "Epilogue", "Operand", "Product", "gemm", "plain"]

@@ -273,3 +273,15 @@ class Product:
     def compute(self, **epilogue) -> torch.Tensor:
         """Compute it with an Epilogue of these fields."""
         return gemm(self.a, self.b, Epilogue(**epilogue))
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """In the place of a Product that was computed along with others; y: its result (M, N)."""
+
+    y: torch.Tensor
+
+    def compute(self, **epilogue) -> torch.Tensor:
+        """As Product's, of the result."""
+        steps = Epilogue(**epilogue)
+        return _follow(self.y, steps, steps.parts())

@@ -2,6 +2,9 @@
 
     rows (R, h), sorted by expert ──split──► x_e (m_e, h) ──pad──► fc1, activation x probability, fc2 ──cut──► (R, h)
 
+With --moe-grouped-gemm the rows stay together (grouped_experts.py), in each pass in which that computes the same: all
+experts are in FP8 and trained, their delayed scales are known, and neither observers nor hooks look at a single one.
+
 An expert's two weights are owned like any linear's, in a set of their own (engine/weight_groups.py): the ranks of
 expert data parallelism have the same ones, and the other ranks have other experts.
 
@@ -10,7 +13,7 @@ of zeros are added to it, with the probability zero, and cut off the result: the
 An expert without a token gets padding alone, in BF16 one row. So each expert takes a gradient in each micro-batch, this
 one exactly zero, and its bucket goes out on all ranks at the same place of the backward pass.
 
-The experts run one after the other, and the host waits for the number of tokens of each, as in stock.
+One after the other, the host waits for the number of tokens of each expert, as in stock.
 """
 
 import torch
@@ -19,7 +22,10 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from ..engine.bank import Bank
 from ..flags.numeric_checks import GEMM_MULTIPLE
+from .grouped_experts import experts_together
+from .linear import hooked
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -40,15 +46,27 @@ class Fp8Experts(SequentialMLP):
         for number, expert in enumerate(self.local_experts, first):
             for linear in (expert.linear_fc1, expert.linear_fc2):
                 linear.owned.belong_to_expert(number)
+        self._linears = [(expert.linear_fc1, expert.linear_fc2) for expert in self.local_experts]
+        self._banks: tuple[Bank, ...] = ()
+        if self.local_experts[0].linear_fc1.owned.config.draws_grouped:
+            self._banks = tuple(Bank([linear.owned for linear in same]) for same in zip(*self._linears, strict=True))
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
         """(rows (R, h), the number of each local expert's, probabilities (R,)) -> (rows (R, h), None)."""
         rows, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
             rows, probs = (probs.unsqueeze(-1) * rows).to(rows.dtype), torch.ones_like(probs)
+        if self._banks and rows.shape[0] and self._together():
+            fc1, fc2 = self._banks
+            counts = torch.tensor([rows.shape[0]]) if self.num_local_experts == 1 else tokens_per_expert
+            return experts_together(self.local_experts[0], fc1, fc2, rows, counts, probs, self.training), None
         counts = [rows.shape[0]] if self.num_local_experts == 1 else tokens_per_expert.tolist()
         each = zip(self.local_experts, rows.split(counts), probs.split(counts), strict=True)
         return torch.cat([_padded(expert, x, p) for expert, x, p in each]), None
+
+    def _together(self) -> bool:
+        """Whether the pass that begins may be grouped; see the top of the file."""
+        return all(bank.ready for bank in self._banks) and not any(hooked(m) for pair in self._linears for m in pair)
 
 
 def _padded(expert, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ import triton.language as tl
 
 from ...numerics.formats import E4M3, Format
 from ..groups import TILE, Groups
-from .cast import TILE_K, TILE_M, TILE_WARPS, empty_payload, fp8_pair, magnitude_bits, raise_amax, store_codes, tile_place
+from . import cast
+from .cast import empty_payload, fp8_pair, magnitude_bits, raise_amax, store_codes, tile_place
 from .launch import cdiv, launched
 
 
@@ -63,8 +64,9 @@ def quantize_groups(
     x, M, K = x.contiguous(), groups.rows, x.shape[1]
     payload = empty_payload(x, (M, K), fmt) if rows else None
     payload_t = empty_payload(x, (K, M), fmt) if columns else None
-    _groups_kernel[(M // TILE_M * cdiv(K, TILE_K),)](
-        x, M, K, scale, groups.first, groups.expert, groups.source, groups.counts.numel(), payload, payload_t, amax_out, 0,
-        E4M3=fmt == E4M3, GIVEN=x.shape[0] != M, TILE_M=TILE_M, TILE_K=TILE_K, GROUP=TILE, num_warps=TILE_WARPS,
+    tables = groups.first, groups.expert, groups.source, groups.counts.numel()
+    _groups_kernel[(M // cast.TILE_M * cdiv(K, cast.TILE_K),)](
+        x, M, K, scale, *tables, payload, payload_t, amax_out, 0, E4M3=fmt == E4M3, GIVEN=x.shape[0] != M,
+        TILE_M=cast.TILE_M, TILE_K=cast.TILE_K, GROUP=TILE, num_warps=cast.TILE_WARPS,
     )  # fmt: skip
     return payload, payload_t

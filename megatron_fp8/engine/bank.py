@@ -1,0 +1,102 @@
+"""A bank: the weights of the same linear of a rank's experts, as one grouped product reads and trains them.
+
+Each is still an owned weight of its own, with its own scales, gradient and state (owned_weight.py). The bank casts the
+rows of all experts at once, each expert's with its own weight's scale, and takes all their gradients from one product.
+Both give what the weights, one after the other, would have done: the same amaxes, and the same sums in the same stores.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import gemm, ops
+from ..gemm import grouped
+from ..numerics.scaled import ScaledTensor
+from ..ops.groups import Groups
+from .grad_store import GradSink
+from .owned_weight import INPUT, OwnedWeight
+
+
+class Bank:
+    """weights: the experts', in order, all of one shape (N, K)."""
+
+    def __init__(self, weights: Sequence[OwnedWeight]):
+        self.weights = list(weights)
+        self._slots: tuple[torch.Tensor, torch.Tensor] | None = None  # of INPUT and GRAD
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next pass may be grouped: all are trained in FP8, with delayed scales that are known, and there
+        is no observer, who would be shown one expert at a time. Raises as OwnedWeight.makes_gradient."""
+        first = self.weights[0]
+        scaling, events = first.casts.scaling, first.events
+        if scaling is None or not scaling.warm or not first.config.wgrad:
+            return False
+        if events.cast or events.forward or events.backward or events.gradient or events.gradient_added:
+            return False
+        alike = (weight.fp8 and weight.casts.scaling is scaling for weight in self.weights)
+        return all(alike) and all(weight.makes_gradient() for weight in self.weights)
+
+    def await_gradients(self) -> None:
+        """A backward pass will bring each weight one more gradient."""
+        for weight in self.weights:
+            weight.await_gradient()
+
+    def quantized(self) -> list[ScaledTensor]:
+        """Each weight (N, K) in FP8."""
+        return [weight.quantized() for weight in self.weights]
+
+    def transposed(self, w: list[ScaledTensor]) -> list[ScaledTensor]:
+        """Each W^T (K, N) of what `quantized` gave, valid until the next call on the same stream."""
+        first = self.weights[0]
+        if first.config.keep_transpose_cache:
+            return [weight.transposed(one) for weight, one in zip(self.weights, w, strict=True)]
+        n, k = w[0].payload.shape
+        room = first.scratch.like(w[0].payload, (len(w), k, n))
+        made = [ops.transpose(one.payload, out=at) for one, at in zip(w, room, strict=True)]
+        return [ScaledTensor(payload, one.scale_inv) for payload, one in zip(made, w, strict=True)]
+
+    def cast(
+        self, x: torch.Tensor, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool
+    ) -> grouped.GroupedTensor:
+        """Cast x, (R, K) as given or (R', K) padded, to the format of its role. In training its amaxes count."""
+        first = self.weights[0]
+        scaling, config = first.casts.scaling, first.config
+        assert scaling is not None
+        slots = self._slots_on(x.device)[role]
+        fmt = config.forward_format if role == INPUT else config.grad_format
+        largest = torch.zeros(len(slots), device=x.device) if training else None
+        how = {"rows": rows, "columns": columns, "amax_out": largest}
+        payload, payload_t = ops.quantize_groups(x, groups, fmt, scaling.scale[slots], **how)
+        if largest is not None:
+            scaling.amax[slots] = torch.maximum(scaling.amax[slots], largest)
+        return grouped.GroupedTensor(groups, scaling.scale_inv[slots], payload, payload_t)
+
+    def _slots_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._slots is None:
+            pairs = torch.tensor([weight.casts.slots for weight in self.weights], device=device)
+            self._slots = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+        return self._slots
+
+    def take_gradients(self, dy: grouped.GroupedTensor, x: grouped.GroupedTensor) -> None:
+        """Take every weight's gradient of one backward pass, dW_e = dy_e^T x_e."""
+        sinks = [weight.open_sink() for weight in self.weights]
+        shape = self.weights[0].param.shape
+        places = [sink.room() for sink in sinks]
+        dense = [place for place in places if place is not None]
+        added = {sink.adds > 0 for sink in sinks}
+        if len(dense) == len(sinks) and len(added) == 1:
+            grouped.sums(dy, x, dense, accumulate=added.pop())
+            self._taken(sinks)
+            return
+        made = torch.empty(len(sinks), *shape, dtype=torch.bfloat16, device=x.scale_inv.device)
+        grouped.sums(dy, x, made.unbind())
+        for sink, gradient in zip(sinks, made, strict=True):
+            sink.take(gemm.Computed(gradient))
+        self._taken(())
+
+    def _taken(self, sinks: Sequence[GradSink]) -> None:
+        for sink in sinks:
+            sink.adds += 1
+        for weight in self.weights:
+            weight.gradient_taken()

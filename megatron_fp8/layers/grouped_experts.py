@@ -1,0 +1,97 @@
+"""All experts of a rank at once: their rows in one matrix, a grouped product for each linear (gemm/grouped.py).
+
+    rows (R, h) ──cast──► q (R', h) ──fc1──► h (R', 2f) ──activation x probability──► (R', f) ──cast, fc2──► (R, h)
+                 pad                                                                              cut
+
+Between the products the rows are padded (ops/groups.py). What the padding holds there is undefined, and is never read:
+the casts replace it by zeros, and what is cut leaves it out. The activation function, and how the probabilities are
+multiplied in, are stock's: its MLP runs, with products of all experts in the place of its two linears.
+
+Each expert's rows are cast with its own weight's scale. So the results are those of experts that run one after the
+other, if the products are: on the CPU bit for bit (tests/unit/test_grouped_experts.py).
+"""
+
+from types import SimpleNamespace
+
+import torch
+from megatron.core.transformer.mlp import MLP
+
+from ..engine.bank import Bank
+from ..engine.owned_weight import GRAD, INPUT
+from ..gemm import grouped
+from ..ops.groups import Groups, groups_of
+
+
+class Grouped(torch.autograd.Function):
+    """y_e = x_e W_e^T for all experts e.
+
+    x: (R, K) as given, or (R', K) padded. y: (R, N) if `cut`, else (R', N). anchor: requires a gradient if the weights
+    do; None if there will be no backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, x, anchor, bank: Bank, groups: Groups, cut: bool, training: bool):
+        how = {"rows": True, "columns": anchor is not None, "training": training}
+        q, w = bank.cast(x, INPUT, groups, **how), bank.quantized()
+        y = grouped.rows(q, w, x.dtype, fast_accum=True)
+        ctx.bank, ctx.groups, ctx.w, ctx.training = bank, groups, w, training
+        ctx.given = x.shape[0] != groups.rows
+        if anchor is not None:
+            ctx.save_for_backward(q.columns, q.scale_inv)
+        return y.index_select(0, groups.place) if cut else y
+
+    @staticmethod
+    def backward(ctx, dy):
+        columns, scale_inv = ctx.saved_tensors
+        bank, groups, needs_dx = ctx.bank, ctx.groups, ctx.needs_input_grad[0]
+        q = bank.cast(dy, GRAD, groups, rows=needs_dx, columns=True, training=ctx.training)
+        dx = grouped.rows(q, bank.transposed(ctx.w), dy.dtype) if needs_dx else None
+        bank.take_gradients(q, grouped.GroupedTensor(groups, scale_inv, None, columns))
+        if dx is not None and ctx.given:
+            dx = dx.index_select(0, groups.place)
+        return dx, None, None, None, None, None
+
+
+class Spread(torch.autograd.Function):
+    """Probabilities (R,) as given -> (R',) padded with zeros."""
+
+    @staticmethod
+    def forward(ctx, probs, groups: Groups):
+        ctx.place = groups.place
+        return probs.new_zeros(groups.rows).index_copy_(0, groups.place, probs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.index_select(0, ctx.place), None
+
+
+class _Linear(torch.nn.Module):
+    """In the place of a linear of stock's MLP, for one pass."""
+
+    def __init__(self, *how):
+        super().__init__()
+        self._how = how
+
+    def forward(self, x):
+        bank, *_ = self._how
+        anchor = None
+        if torch.is_grad_enabled():
+            bank.await_gradients()
+            anchor = torch.zeros(0, requires_grad=True)
+        return Grouped.apply(x, anchor, *self._how), None
+
+
+def experts_together(
+    like: MLP, fc1: Bank, fc2: Bank, rows: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor, training: bool
+) -> torch.Tensor:
+    """The experts' results (R, h) for rows (R, h), R > 0, of which each has counts (E,), with probabilities (R,).
+
+    like: any of the experts, for its activation function.
+    """
+    groups = groups_of(counts, rows.shape[0], rows.device)
+    first, second = _Linear(fc1, groups, False, training), _Linear(fc2, groups, True, training)
+    mlp = SimpleNamespace(
+        config=like.config, activation_func=like.activation_func, linear_fc1=first, linear_fc2=second
+    )
+    y, _ = MLP.forward(mlp, rows, Spread.apply(probs, groups))
+    return y

@@ -1,0 +1,60 @@
+"""Experts together (--moe-grouped-gemm) against experts one by one, in Megatron's real loop: all bits are equal."""
+
+import json
+import re
+
+import pytest
+from megatron_runs import TINY_GPT, run_megatron, script_path
+
+OWNED = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none"
+OWNED += " --fp8-experts --moe-grouped-gemm --fp8-log-exact --train-iters 5 --lr-decay-iters 10"
+ALONE = "--use-distributed-optimizer"
+SPREAD = f"{ALONE} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+
+
+def experts(flags: str, ranks: int = 1, **env: str):
+    """(exact losses, {key of a weight and rank: what owned_experts.py says of it}, passes that were grouped)"""
+    env = {"PYTHONPATH": script_path(), **env}
+    command = [*TINY_GPT, *f"{OWNED} {flags}".split()]
+    run = run_megatron(ranks, command, script="tests/scripts/grouped_experts.py", env=env, timeout=300)
+    found = [json.loads(line.removeprefix("expert ")) for line in run.lines if line.startswith("expert {")]
+    together = [int(n) for n in re.findall(r"^together (\d+)$", "\n".join(run.lines), re.MULTILINE)]
+    exact = re.findall(r"exact lm loss ([^\s;]+)", "\n".join(run.lines))
+    assert len(exact) == 5
+    return exact, run.grad_norms, {(line["key"], line["rank"]): line for line in found}, together
+
+
+CASES = [
+    ("--fp8-level O3", 1),
+    (f"--fp8-level O1 {SPREAD}", 2),
+    *(
+        pytest.param(f"--fp8-level {flags}", ranks, marks=pytest.mark.slow)
+        for flags, ranks in [
+            (f"O2 {SPREAD} --overlap-grad-reduce --overlap-param-gather", 2),
+            (f"O3 {SPREAD} --fp8-grad-accum fp32 --recompute-granularity selective --recompute-modules moe", 2),
+            ("O3 --fp8-grad-accum bf16 --fp8-partition greedy", 1),
+            ("O3 --moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input", 1),
+            ("O3 --num-experts 1 --moe-router-topk 1 --keep-fp8-transpose-cache", 1),
+            (f"O3 {ALONE} --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 0.5", 1),
+            ("O1 --moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type aux_loss --no-bias-swiglu-fusion", 1),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "ranks"), CASES)
+def test_together_and_one_by_one(flags, ranks):
+    """From the second step on, when the scales are known; before, and after a change of one bit, the test sees it."""
+    *grouped, together = experts(flags, ranks)
+    *looped, none = experts(flags, ranks, FP8_TEST_LOOP="1")
+    passes = 2 * (2 if "recompute" in flags else 1)  # of two layers; recomputation makes each twice
+    assert none == [0] * ranks and len(together) == ranks and all(n >= 4 * passes for n in together)
+    assert grouped == looped
+
+
+def test_an_expert_without_a_token():
+    """All tokens go to expert 1; the others' gradients are zeros, and their scales stay as they are."""
+    flags = f"--fp8-level O3 {SPREAD} --overlap-grad-reduce --moe-router-topk 1 --moe-router-pre-softmax"
+    *grouped, together = experts(flags, 2, FP8_TEST_ONLY="1")
+    *looped, _ = experts(flags, 2, FP8_TEST_ONLY="1", FP8_TEST_LOOP="1")
+    assert grouped == looped and sum(together) > 0

@@ -1,0 +1,55 @@
+"""owned_experts.py with --moe-grouped-gemm, whose undefined memory is poisoned; says how often experts ran together.
+
+    grouped_experts.py [FLAGS]      FP8_TEST_LOOP=1  they run one by one nevertheless
+"""
+
+import atexit
+import os
+import runpy
+import sys
+
+import torch
+from launch import ROOT
+
+sys.path.insert(0, str(ROOT))
+from megatron_fp8 import ops
+from megatron_fp8.engine.bank import Bank
+from megatron_fp8.gemm import grouped
+from megatron_fp8.layers import experts
+from megatron_fp8.ops.groups import TILE
+
+rows, sums, cast, together = grouped.LOOP.rows, grouped.LOOP.sums, ops.quantize_groups, experts.experts_together
+calls = 0
+
+
+def poisoned_rows(a, weights, out, fast_accum):
+    rows(a, weights, out.fill_(torch.nan), fast_accum)
+
+
+def poisoned_sums(dy, x, into, accumulate):
+    for place in into if not accumulate else ():
+        place.fill_(torch.nan)
+    sums(dy, x, into, accumulate)
+
+
+def poisoned_cast(x, groups, *args, **kwargs):
+    payload, columns = cast(x, groups, *args, **kwargs)
+    end = int(groups.first[-1]) * TILE
+    for codes in (None if payload is None else payload[end:], None if columns is None else columns[:, end:]):
+        if codes is not None:
+            codes.view(torch.uint8).fill_(0x7F)
+    return payload, columns
+
+
+def counted(*args):
+    global calls
+    calls += 1
+    return together(*args)
+
+
+grouped.LOOP.rows, grouped.LOOP.sums, ops.quantize_groups = poisoned_rows, poisoned_sums, poisoned_cast
+experts.experts_together = counted
+if os.environ.get("FP8_TEST_LOOP"):
+    Bank.ready = False
+atexit.register(lambda: print(f"together {calls}", flush=True))
+runpy.run_path(str(ROOT / "tests/scripts/owned_experts.py"), run_name="__main__")
