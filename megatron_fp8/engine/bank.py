@@ -53,8 +53,13 @@ class Bank:
             return [weight.transposed(one) for weight, one in zip(self.weights, w, strict=True)]
         n, k = w[0].payload.shape
         room = first.scratch.like(w[0].payload, (len(w), k, n))
-        made = [ops.transpose(one.payload, out=at) for one, at in zip(w, room, strict=True)]
-        return [ScaledTensor(payload, one.scale_inv) for payload, one in zip(made, w, strict=True)]
+        together = grouped.spaced([one.payload for one in w])
+        if together is not None:
+            ops.transpose_each(together, room)
+        else:
+            for one, at in zip(w, room, strict=True):
+                ops.transpose(one.payload, out=at)
+        return [ScaledTensor(at, one.scale_inv) for at, one in zip(room, w, strict=True)]
 
     def cast(
         self, x: torch.Tensor, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool

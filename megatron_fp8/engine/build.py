@@ -1,5 +1,7 @@
 """Builds the engine for a model: from FP8 linears and Megatron's optimizer configuration to one optimizer chain."""
 
+import itertools
+
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
@@ -139,9 +141,15 @@ class _Build:
             alike.setdefault((self._option_of[weight.param], weight.storage), []).append(weight)
         runs = []
         for same in alike.values():
-            sizes = [weight.param.numel() for weight in same]
-            runs += [same[run] for run in cut(sizes, size, self.fp8.partition)]
+            whole = whole_banks(same)
+            sizes = [sum(weight.param.numel() for weight in unit) for unit in whole]
+            runs += [list(itertools.chain(*whole[run])) for run in cut(sizes, size, self.fp8.partition)]
         return sorted(runs, key=lambda run: backward.index(run[-1]))
+
+
+def whole_banks(weights: list[OwnedWeight]) -> list[list[OwnedWeight]]:
+    """The weights in their order, neighbours of one bank together: they lie in one bucket."""
+    return [list(same) for _, same in itertools.groupby(weights, key=lambda weight: weight.bank or id(weight))]
 
 
 def _weight_scales(

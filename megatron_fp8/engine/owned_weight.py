@@ -207,6 +207,13 @@ class OwnedWeight:
         self.fp8, self.casts, self.scratch = twin.fp8, twin.casts, twin.scratch
         self.of, self._load = twin.of, load
 
+    @property
+    def bank(self) -> tuple[str, int] | None:
+        """What the same linears of a layer's experts have in common, if they are to be computed together; else None."""
+        if self.expert is None or not self.config.draws_grouped:
+            return None
+        return re.sub(r"\.local_experts\.\d+\.", ".", self.path), self.layer_number
+
     def belong_to_expert(self, number: int) -> None:
         """The weight belongs to the expert of this number, among those of all ranks."""
         self.expert = number
@@ -429,8 +436,17 @@ def name_weights(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def in_forward_order(weights: list[OwnedWeight]) -> list[OwnedWeight]:
-    """Named weights of one chunk in the order of the forward pass: attention registers its output projection first."""
-    blocks = {(w.path.rpartition(".")[0], w.layer_number): i for i, w in reversed(list(enumerate(weights)))}
-    return sorted(
-        weights, key=lambda w: (blocks[w.path.rpartition(".")[0], w.layer_number], w.path.endswith(".linear_proj"))
-    )
+    """Named weights of one chunk in the order of the forward pass: attention registers its output projection first.
+
+    Of a bank, the last expert comes first: in the order of the backward pass, in which they lie in memory, they ascend.
+    """
+
+    def block(weight: OwnedWeight) -> tuple[str, int]:
+        return (weight.bank or (weight.path,))[0].rpartition(".")[0], weight.layer_number
+
+    def place(weight: OwnedWeight) -> tuple[int, bool, int]:
+        late = weight.path.endswith(".linear_proj") or (weight.bank is not None and weight.path.endswith("_fc2"))
+        return blocks[block(weight)], late, -(weight.expert or 0) if weight.bank else 0
+
+    blocks = {block(weight): i for i, weight in reversed(list(enumerate(weights)))}
+    return sorted(weights, key=place)

@@ -67,6 +67,18 @@ def _apart(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.nn.functional.pad(scales[:, None], (0, 3))[:, 0].unbind()
 
 
+def spaced(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Contiguous tensors (N, K) as one (E, N, K), if they lie in one memory at equal distances; else None."""
+    first, at = tensors[0], [tensor.data_ptr() for tensor in tensors]
+    step = at[1] - at[0] if len(at) > 1 else first.nbytes
+    if step < first.nbytes or any(at[0] + i * step != place for i, place in enumerate(at)):
+        return None
+    if at[-1] + first.nbytes > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
+        return None  # neighbours by chance, in memory of their own
+    n, k = first.shape
+    return first.as_strided((len(at), n, k), (step // first.itemsize, k, 1))
+
+
 LOOP = Loop()
 
 

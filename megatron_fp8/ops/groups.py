@@ -32,6 +32,7 @@ class Groups:
         expert: (R' / 128,) int32, each tile's expert; beyond the last tile any.
         source: (R',) int32, the given row that each row is, or -1 for padding.
         place: (R,) int64, where each given row lies.
+        known: the counts, if the host has them.
     """
 
     counts: torch.Tensor
@@ -39,6 +40,7 @@ class Groups:
     expert: torch.Tensor
     source: torch.Tensor
     place: torch.Tensor
+    known: tuple[int, ...] | None
 
     @property
     def rows(self) -> int:
@@ -47,13 +49,17 @@ class Groups:
 
     @functools.cached_property
     def parts(self) -> list[slice]:
-        """Each expert's own rows. Waits for the device."""
-        begins = self.first[:-1].tolist()
-        return [slice(begin * TILE, begin * TILE + n) for begin, n in zip(begins, self.counts.tolist(), strict=True)]
+        """Each expert's own rows. Waits for the device, if the host does not know the counts."""
+        found, begin = [], 0
+        for count in self.counts.tolist() if self.known is None else self.known:
+            found.append(slice(begin, begin + count))
+            begin += -(-count // TILE) * TILE
+        return found
 
 
 def groups_of(counts: torch.Tensor, rows: int, device: torch.device) -> Groups:
     """The Groups of experts with these counts (E,), integers, which sum to `rows` > 0."""
+    known = tuple(counts.tolist()) if counts.device.type == "cpu" else None
     counts = counts.to(device, torch.int64, non_blocking=True)
     experts = counts.numel()
     ends = ((counts + (TILE - 1)) // TILE).cumsum(0)
@@ -64,4 +70,4 @@ def groups_of(counts: torch.Tensor, rows: int, device: torch.device) -> Groups:
     place = row + (first[:-1] * TILE - (last - counts))[torch.searchsorted(last, row, right=True)]
     source = torch.full((tiles.numel() * TILE,), -1, dtype=torch.int32, device=device)
     source[place] = row.int()
-    return Groups(counts.int(), first.int(), expert.int(), source, place)
+    return Groups(counts.int(), first.int(), expert.int(), source, place, known)

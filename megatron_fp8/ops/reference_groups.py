@@ -33,3 +33,8 @@ def quantize_groups(
         payload[part] = encode(mine.contiguous(), fmt, scale[e])
         payload[part.stop : begin + -(-count // TILE) * TILE].view(torch.uint8).zero_()
     return payload if rows else None, payload.t().contiguous() if columns else None
+
+
+def transpose_each(payloads: torch.Tensor, out: torch.Tensor) -> None:
+    """out (E, K, N) = the transpose of each of payloads (E, N, K) in FP8, of which each is contiguous."""
+    out.copy_(payloads.mT)

@@ -14,9 +14,9 @@ from megatron_fp8.ops.groups import TILE, groups_of
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if INTERPRETED:
-    from megatron_fp8.ops.triton.groups import quantize_groups
+    from megatron_fp8.ops.triton.groups import quantize_groups, transpose_each
 else:
-    quantize_groups = ops.quantize_groups
+    quantize_groups, transpose_each = ops.quantize_groups, ops.transpose_each
 
 COUNTS = {
     "edges": [0, 1, 127, 128, 129, 0, 255, 256, 0],
@@ -78,3 +78,17 @@ def test_the_cast_against_the_reference(counts, width, fmt, padded, rows, column
             assert (mine[groups.source[:end] < 0] == 0).all()
     if with_amax:
         assert torch.equal(*largest)
+
+
+LARGE = pytest.param(5, 1408, 2048, marks=on_gpu_only)
+
+
+@pytest.mark.parametrize(("count", "n", "k"), [(3, 80, 136), (1, 16, 16), LARGE])
+def test_each_is_transposed(count, n, k):
+    """Of matrices with gaps between them; what lies before and behind the results stays."""
+    codes = torch.randint(0, 256, (count, n + 16, k), dtype=torch.uint8, device=DEVICE)
+    room = torch.full((count * n * k + 32,), 77, dtype=torch.uint8, device=DEVICE)
+    payloads = codes.view(E4M3.dtype)[:, :n]
+    transpose_each(payloads, room[16:-16].view(E4M3.dtype).view(count, k, n))
+    assert torch.equal(room[16:-16].view(count, k, n), codes[:, :n].mT)
+    assert (room[:16] == 77).all() and (room[-16:] == 77).all()

@@ -14,7 +14,7 @@ import triton.language as tl
 from ...numerics.formats import E4M3, Format
 from ..groups import TILE, Groups
 from . import cast
-from .cast import empty_payload, fp8_pair, magnitude_bits, raise_amax, store_codes, tile_place
+from .cast import as_type, empty_payload, fp8_pair, magnitude_bits, raise_amax, store_codes, tile_place
 from .launch import cdiv, launched
 
 
@@ -48,6 +48,31 @@ def _groups_kernel(
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, True)
         if amax_ptr is not None:
             raise_amax(amax_ptr + expert, largest)
+
+
+@launched
+@triton.jit
+def _transpose_kernel(x_ptr, M, K, step, out_t_ptr, WORDS: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
+    """out_t = x^T of FP8 matrices (M, K), `step` bytes from one to the next, one for each program along y."""
+    number = tl.program_id(1).to(tl.int64)
+    x_ptr = as_type(x_ptr, tl.uint8) + number * step
+    _, quads, cols = tile_place(K, TILE_M, TILE_K)
+    word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
+    for i in tl.static_range(4):
+        rows = 4 * quads + i
+        mask = (rows < M)[:, None] & (cols < K)[None, :]
+        codes = tl.load(x_ptr + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=mask, other=0)
+        word |= codes.to(tl.int32) << (8 * i)
+    store_codes(word, None, as_type(out_t_ptr, tl.uint8) + number * M * K, quads, cols, 0, M, K, K, WORDS)
+
+
+def transpose_each(payloads: torch.Tensor, out: torch.Tensor) -> None:
+    """See reference_groups.transpose_each. One pass; `out` must be contiguous."""
+    count, M, K = payloads.shape
+    grid = (cdiv(M, cast.TILE_M) * cdiv(K, cast.TILE_K), count)
+    tiles = {"TILE_M": cast.TILE_M, "TILE_K": cast.TILE_K}
+    words = cast.by_words(out, M)
+    _transpose_kernel[grid](payloads, M, K, payloads.stride(0), out, WORDS=words, **tiles, num_warps=cast.TILE_WARPS)
 
 
 def quantize_groups(
