@@ -48,8 +48,8 @@ LM_HEAD = Flag(
 )
 EXPERTS = Flag(
     "--fp8-experts",
-    "Run routed experts in FP8 too, one by one; store and update their weights as the level does. Needs --num-experts "
-    "without biases. Not measured on a GPU; may be slower than BF16. In no level.",
+    "Run routed experts in FP8 too, one by one, or together with --moe-grouped-gemm; store and update their weights as "
+    "the level does. Needs --num-experts without biases. Training with it was not measured on a GPU. In no level.",
 )
 ALL = (
     *level.FLAGS,
@@ -99,8 +99,9 @@ class Fp8Config:
         gemm_search: whether GEMM kernels are timed and the fastest is kept, once per machine.
         log_gemm: whether each GEMM's shape is logged.
         fuses_rotary: the QKV split also applies rotary embedding, in FP32; else stock does it (--no-rope-fusion).
-        draws_grouped, draws_fused: initialise the experts' weights as --moe-grouped-gemm does, and latent attention's
-            down projections as --mla-down-proj-fusion does; a level switches both flags off.
+        draws_grouped: --moe-grouped-gemm: the experts' weights are initialised as with it, and owned experts are
+            computed together; draws_fused: latent attention's down projections are initialised as
+            --mla-down-proj-fusion does. A level switches both flags off.
     """
 
     level: str

@@ -285,10 +285,10 @@ ABSENT = "switched off: needs apex or Transformer Engine, not installed here (sa
 OWN_ROTATION = "the level's own kernel rotates in FP32; rotation by stock is unfused without Transformer Engine"
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
 SINGLY = "switched off: without --fp8-experts a level runs routed experts in BF16, one after the other (same result)"
-FIRST_DRAWN = "no effect but on the first weights: --fp8-experts runs experts one after the other (same result)"
 OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always overlap gathers and sums with GEMMs"
 DEFERRED = "switched off: stock's code for it treats each column-parallel linear as an LM head (same result)"
 ONE_STREAM = "switched off: the level's linears share memory, on one stream (same but for the order of a sum)"
+OWN_GROUPS = "the level itself computes a rank's experts together (docs/experts.md)"
 TORCH_GELU = "switched off: the level uses torch's (same result, except that GELU is exact instead of its tanh form)"
 NO_GRAPHS = "switched off: a level graphs whole steps (same result)"
 WHOLE_STEPS = "full_iteration instead: a level graphs whole steps (same result)"
@@ -539,7 +539,7 @@ TABLE: list[Row] = [
     *_adapt("--ep-overlap-early-attn-memory-release", False, TE_LAYERS),
     *_adapt("--overlap-dispatch-backward-with-experts-wgrad", False, TE_LAYERS),
     *_adapt("--moe-grouped-gemm", False, SINGLY, UNOWNED, field="draws_grouped"),
-    *_adapt("--moe-grouped-gemm", False, FIRST_DRAWN, OWNED, field="draws_grouped"),
+    *_adapt("--moe-grouped-gemm", False, OWN_GROUPS, OWNED, field="draws_grouped"),
     *_adapt("--use-grouped-gemm-for-dense-mlp --use-transformer-engine-op-fuser", False, TE_LAYERS),
     *_adapt("--fused-residual-rmsnorm", False, TE_LAYERS),
     *_adapt("--mla-down-proj-fusion", False, TE_LAYERS, field="draws_fused"),

@@ -22,7 +22,7 @@ N, K, M = 32, 48, 16
 
 def test_weights_in_the_order_of_the_forward_pass():
     def weight(path, layer):
-        return SimpleNamespace(path=path, layer_number=layer)
+        return SimpleNamespace(path=path, layer_number=layer, bank=None)
 
     attention, mlp = "decoder.layers.self_attention", "decoder.layers.mlp"
     registered = [f"{attention}.linear_proj", f"{attention}.linear_qkv", f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"]

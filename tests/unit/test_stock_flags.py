@@ -49,6 +49,7 @@ COMPANIONS = {  # other flags that a flag, or one of its rows, needs to have an 
     "--qk-l2-norm": ["--multi-latent-attention"],
     "--no-bias-gelu-fusion": ["--num-experts", "4"],
     stock_flags.WITH_FP8_WEIGHTS.text: ["--fp8-level", "O3"],
+    stock_flags.OWNED.text: ["--fp8-experts", "--num-experts", "4", "--disable-bias-linear"],
     stock_flags.WITH_SAVE.text: ["--save", "somewhere"],
     stock_flags.ROPE_SCALED.text: ["--use-rope-scaling"],
     stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],

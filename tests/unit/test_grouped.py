@@ -1,0 +1,96 @@
+"""Grouped products by the loop, against sums in float64; which weights lie side by side."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_fp8 import ops
+from megatron_fp8.engine.bucket import cut
+from megatron_fp8.engine.owned_weight import in_forward_order
+from megatron_fp8.gemm import grouped
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.scaled import ScaledTensor
+from megatron_fp8.ops.groups import groups_of
+
+CPU = torch.device("cpu")
+COUNTS = [[0, 1, 127, 128, 129, 0, 40], [0, 33, 0], [300], [16, 0]]
+
+
+def cast(values, groups, fmt):
+    scale = 1 + torch.rand(groups.counts.numel()) * 50
+    payload, columns = ops.quantize_groups(values, groups, fmt, scale, rows=True, columns=True)
+    return grouped.GroupedTensor(groups, scale.reciprocal(), payload, columns)
+
+
+def exact(q, e, part):
+    return q.payload[part].double() * q.scale_inv[e].double()
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_rows(counts):
+    groups = groups_of(torch.tensor(counts), sum(counts), CPU)
+    x = cast(torch.randn(sum(counts), 48), groups, E4M3)
+    codes = [torch.randn(32, 48).to(E4M3.dtype) for _ in counts]
+    weights = [ScaledTensor(payload, torch.rand(())) for payload in codes]
+    y = torch.full((groups.rows, 32), torch.nan, dtype=torch.bfloat16)
+    grouped.LOOP.rows(x, weights, y, True)
+    for e, part in enumerate(groups.parts):
+        expected = exact(x, e, part) @ (weights[e].payload.double() * weights[e].scale_inv.double()).t()
+        torch.testing.assert_close(y[part].double(), expected, rtol=2**-8, atol=1e-4)
+        rest = slice(part.stop, part.stop + -(part.stop - part.start) % 16)
+        assert (y[rest] == 0).all()
+    assert y[sum(-(-n // 128) * 128 for n in counts) :].isnan().all()
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums(counts, dtype):
+    groups = groups_of(torch.tensor(counts), sum(counts), CPU)
+    x, dy = (cast(torch.randn(sum(counts), width), groups, fmt) for width, fmt in ((48, E4M3), (32, E5M2)))
+    into = torch.full((len(counts), 32, 48), torch.nan, dtype=dtype)
+    grouped.sums(dy, x, into.unbind())
+    expected = torch.stack([exact(dy, e, part).t() @ exact(x, e, part) for e, part in enumerate(groups.parts)])
+    torch.testing.assert_close(into.double(), expected, rtol=2**-8, atol=1e-2)
+    assert all((into[e] == 0).all() for e, count in enumerate(counts) if not count)
+    once = into.clone()
+    grouped.sums(dy, x, into.unbind(), accumulate=True)
+    torch.testing.assert_close(into.double(), 2 * expected, rtol=2**-7, atol=2e-2)
+    assert all(torch.equal(into[e], once[e]) for e, count in enumerate(counts) if not count)
+
+
+def test_matrices_at_equal_distances_are_one():
+    memory = torch.arange(1000, dtype=torch.int32)
+    at = lambda *starts: [memory[start : start + 12].view(3, 4) for start in starts]  # noqa: E731
+    for starts in ((0, 12, 24), (5, 20, 35, 50), (7,)):
+        assert torch.equal(grouped.spaced(at(*starts)), torch.stack(at(*starts)))
+    for starts in ((0, 12, 25), (24, 12, 0), (0, 11, 22), (0, 0)):
+        assert grouped.spaced(at(*starts)) is None
+    assert grouped.spaced([torch.zeros(3, 4), torch.zeros(3, 4)]) is None
+
+
+def weight(path, layer, expert=None, together=True):
+    bank = (path.replace(f".local_experts.{expert}.", "."), layer) if expert is not None and together else None
+    return SimpleNamespace(path=path, layer_number=layer, expert=expert, bank=bank, param=torch.empty(4, 4))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_banks_lie_side_by_side(together):
+    """In the order of the backward pass a bank's experts ascend, and no bank is cut; else nothing is another order."""
+    fc = "decoder.layers.mlp.experts.local_experts.{}.linear_fc{}"
+    of_layer = ["decoder.layers.self_attention.linear_proj", "decoder.layers.self_attention.linear_qkv"]
+    weights = []
+    for layer in (1, 2):
+        weights += [weight(path, layer) for path in of_layer]
+        weights += [weight(fc.format(e, n), layer, e, together) for e in (4, 5, 6) for n in (1, 2)]
+    backward = [(w.layer_number, w.path[-4:], w.expert) for w in in_forward_order(weights)[::-1]]
+    one = [("_fc2", 6), ("_fc1", 6), ("_fc2", 5), ("_fc1", 5), ("_fc2", 4), ("_fc1", 4)]
+    if together:
+        one = [(name, e) for name in ("_fc2", "_fc1") for e in (4, 5, 6)]
+    one += [("proj", None), ("_qkv", None)]
+    assert backward == [(layer, *rest) for layer in (2, 1) for rest in one]
+    runs = cut(in_forward_order(weights)[::-1], 32, lambda w: w.bank)
+    if together:
+        assert [len(run) for run in runs] == [3, 3, 2, 3, 3, 2]
+    else:
+        assert {len(run) for run in runs} == {2}
