@@ -407,7 +407,8 @@ def measure(rows: list[dict], model, kind: str, groups: Groups, sizes, library, 
         for name in calls:
             error, wrong, bits = errors[name]
             row: dict = {"model": model, "counts": kind, "experts": groups.experts, "rows": groups.total}
-            row |= {"gemm": case.name, "system": name, "ms": round(ms[name], 4), "TFLOP/s": round(case.flops / ms[name] / 1e9, 1)}
+            row |= {"gemm": case.name, "system": name, "ms": round(ms[name], 4)}
+            row |= {"TFLOP/s": round(case.flops / ms[name] / 1e9, 1)}
             row |= {"burst TFLOP/s": round(case.flops / bursts[name] / 1e9, 1), "error": f"{error:.2e}"}
             rows.append(row | {"wrong": wrong, "bits": bits})
             rates = f"{row['TFLOP/s']:8} {row['burst TFLOP/s']:8}"
