@@ -36,7 +36,7 @@ CASES = [
             (f"O3 {SPREAD} --fp8-grad-accum fp32 --recompute-granularity selective --recompute-modules moe", 2),
             ("O3 --fp8-grad-accum bf16 --fp8-partition greedy", 1),
             ("O3 --moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input", 1),
-            ("O3 --num-experts 1 --moe-router-topk 1 --keep-fp8-transpose-cache", 1),
+            (f"O3 {SPREAD} --num-experts 2 --keep-fp8-transpose-cache", 2),  # one expert a rank
             (f"O3 {ALONE} --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 0.5", 1),
             ("O1 --moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type aux_loss --no-bias-swiglu-fusion", 1),
         ]
