@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fp8 import ops
-from megatron_fp8.engine.bucket import cut
+from megatron_fp8.engine.build import whole_banks
 from megatron_fp8.engine.owned_weight import in_forward_order
 from megatron_fp8.gemm import grouped
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -89,8 +89,5 @@ def test_banks_lie_side_by_side(together):
         one = [(name, e) for name in ("_fc2", "_fc1") for e in (4, 5, 6)]
     one += [("proj", None), ("_qkv", None)]
     assert backward == [(layer, *rest) for layer in (2, 1) for rest in one]
-    runs = cut(in_forward_order(weights)[::-1], 32, lambda w: w.bank)
-    if together:
-        assert [len(run) for run in runs] == [3, 3, 2, 3, 3, 2]
-    else:
-        assert {len(run) for run in runs} == {2}
+    whole = [len(unit) for unit in whole_banks(in_forward_order(weights)[::-1])]
+    assert whole == ([3, 3, 1, 1] * 2 if together else [1] * 16)
