@@ -71,8 +71,9 @@ class Bank:
         slots = self._slots_on(x.device)[role]
         fmt = config.forward_format if role == INPUT else config.grad_format
         largest = torch.zeros(len(slots), device=x.device) if training else None
-        how = {"rows": rows, "columns": columns, "amax_out": largest}
-        payload, payload_t = ops.quantize_groups(x, groups, fmt, scaling.scale[slots], **how)
+        payload, payload_t = ops.quantize_groups(
+            x, groups, fmt, scaling.scale[slots], rows=rows, columns=columns, amax_out=largest
+        )
         if largest is not None:
             scaling.amax[slots] = torch.maximum(scaling.amax[slots], largest)
         return grouped.GroupedTensor(groups, scaling.scale_inv[slots], payload, payload_t)
