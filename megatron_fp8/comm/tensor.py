@@ -28,11 +28,9 @@ GATHERS, SUMS = "tp_gather", "tp_sum"
 def gather(x: torch.Tensor, group, kind: str = GATHERS) -> wire.Stages:
     """All-gather (s/T, ...) of any type -> (s, ...)."""
     yield from ()
-    out, sent = x.new_empty(x.shape[0] * group.size(), *x.shape[1:]), x.contiguous()
-    whole = out
-    if not x.is_cuda:  # gloo has no FP8 types; to NCCL they are bytes, and two views would cost more than to launch it
-        whole, sent = out.view(torch.uint8), sent.view(torch.uint8)
-    handle = dist.all_gather_into_tensor(whole, sent, group=group, async_op=True)
+    out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    sent = x.contiguous().view(torch.uint8)  # as bytes, because gloo has no FP8 types
+    handle = dist.all_gather_into_tensor(out.view(torch.uint8), sent, group=group, async_op=True)
     wire.count(kind, out.nbytes, group)
     return out, [handle]
 

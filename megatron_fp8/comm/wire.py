@@ -57,7 +57,7 @@ def pass_rows(
     sent and expected are 0 for this rank.
     """
     out = data.new_empty(sum(expected), *data.shape[1:]) if out is None else out
-    send, receive = (data, out) if data.is_cuda else (data.view(torch.uint8), out.view(torch.uint8))  # gloo: no FP8
+    send, receive = data.view(torch.uint8), out.view(torch.uint8)
     handle = dist.all_to_all_single(receive, send, expected, sent, group=group, async_op=True)
     sent_bytes[kind] += data.nbytes
     return out, handle

@@ -31,7 +31,8 @@ FACTS = {
     "megatron_fp8.flags.args_file._loader": "a class of PyYAML's",
     "megatron_fp8.flags.yaml_file.safe_loader": "a class of PyYAML's",
     "megatron_fp8.gemm.cublaslt_library": "which library this machine has",
-    "megatron_fp8.layers.linear_fp8._plain": "an epilogue without parts for each type of result",
+    "megatron_fp8.gemm.interface.plain": "an epilogue without parts for each type of result",
+    "megatron_fp8.gemm.plain": "the same function",
     "megatron_fp8.layers.parcel._scalar": "a ticket's one element for each type and device",
     "megatron_fp8.ops.triton": "compiled kernels",
 }
