@@ -108,9 +108,8 @@ def rating_table(points: list[Point]) -> list[Table]:
 
 
 def draw(points: list[Point]):
-    cases = [f"{plant}{after}" for plant in PLANTS for after in ("", f", after {STEPS} updates")]
     return curves(
-        "s2", points, "gap", cases, "k", "held-out loss above BF16's, %",
+        "s2", points, "gap", PLANTS, "k", "held-out loss above BF16's, %",
         "S2: loss above BF16's at the same k, over the size of planted outliers", log_x=True, limit=LIMIT,
         linear_below=0.1,
     )  # fmt: skip

@@ -18,10 +18,15 @@ def sections(suite: Sequence[Stress], points: Sequence[Point]) -> list[Section]:
     measured = [stress for stress in suite if of[stress]]
     judged = {stress: verdicts(stress, of[stress]) for stress in measured}
     arms = list(dict.fromkeys(verdict.arm for stress in measured for verdict in judged[stress]))
-    rows = [[arm, *(worst(v for v in judged[stress] if v.arm == arm) for stress in measured)] for arm in arms]
+    rows = [[arm, *(_word(judged[stress], arm) for stress in measured)] for arm in arms]
     heads = ["recipe", *(f"{stress.name} {stress.title.lower()}" for stress in measured)]
     summary = Section("Verdicts", [_WORDS, Table(heads, rows, len(heads)), _where(points)])
     return [summary, *(_section(stress, of[stress], judged[stress]) for stress in measured)]
+
+
+def _word(found: Sequence[Verdict], arm: str) -> str:
+    case = worst(verdict for verdict in found if verdict.arm == arm)
+    return case.word if case else ""
 
 
 def _where(points: Sequence[Point]) -> str:
@@ -54,7 +59,7 @@ def lines(suite: Sequence[Stress], points: Sequence[Point]) -> list[str]:
         of: dict[str, list[str]] = {}
         every = verdicts(stress, points)
         for arm in dict.fromkeys(verdict.arm for verdict in every):
-            of.setdefault(worst(v for v in every if v.arm == arm), []).append(arm)
+            of.setdefault(_word(every, arm), []).append(arm)
         words = "; ".join(f"{word}: {', '.join(arms)}" for word, arms in of.items() if word)
         if words:
             found.append(f"{stress.name} {stress.title}: {words}")

@@ -114,10 +114,10 @@ def judged(arm: str, case: str, values: list[float], limit: float) -> Verdict:
     return Verdict(arm, case, n, mean, interval, word)
 
 
-def worst(found: Iterable[Verdict]) -> str:
-    """The verdict of an arm over its cases; empty if none is judged."""
-    words = {verdict.word for verdict in found}
-    return next((word for word in _WORST_FIRST if word in words), "")
+def worst(found: Iterable[Verdict]) -> Verdict | None:
+    """An arm's worst case: by its word, then by what is judged; None if none is judged."""
+    of_words = [verdict for verdict in found if verdict.word]
+    return max(of_words, key=lambda v: (-_WORST_FIRST.index(v.word), v.mean), default=None)
 
 
 def per_cent(value: float, reference: float) -> float:
