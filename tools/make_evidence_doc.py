@@ -249,7 +249,7 @@ def stress() -> Iterator[str]:
                     numbers = str(case.n), f"{case.mean:.3g}", most, case.word
                     rows.append([f"{one.name} {one.title}", arm, case.case, *numbers])
         devices = ", ".join(sorted({point.device for point in points}))
-        yield f"[{store.name}](../benchmarks/results/lab/{store.name}), {devices}:"
+        yield f"[lab/{store.name}](../benchmarks/results/lab/{store.name}), {devices}:"
         yield table(("stress", "recipe", "its worst case", "seeds", "judged", "at most", "verdict"), rows)
 
 
