@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -287,6 +288,35 @@ def test_a_reference_and_a_frozen_base_of_7b(capsys):
     assert not any(f"linears: {kind}" in frozen for kind in ("grad", *STATES, "reference"))
     tuned = printed(capsys, *"--model 7b --fp8-level O0 O1 O3 --frozen-base --dpo-reference".split())
     assert tuned == frozen  # the base is the reference
+
+
+def test_ppos_four_models(capsys):
+    """docs/post_training.md's table: twice a policy with its reference."""
+    text = (Path(__file__).parents[2] / "docs/post_training.md").read_text()
+    (command,) = re.findall(r"^megatron-fp8 memory (.*)$", text, re.M)
+    half = printed(capsys, *command.split())
+    in_fp8 = printed(capsys, *command.replace("bf16", "fp8").split())["all"]
+
+    def twice(*rows: str) -> list[float]:
+        return [2 * sum(float(half[row][i] or 0) for row in rows if i < len(half[row])) for i in (0, 1)]
+
+    _, others = memory.parameters(MODELS["7b"])
+    linears = {kind: twice(f"linears: {kind}") for kind in ("master", "grad")}
+    by_hand = {
+        "weights of all four": [w + 8 * others / 1e9 for w in twice("linears: weight", "linears: reference")],
+        "of it m and v of their linears": twice("linears: exp_avg", "linears: exp_avg_sq"),
+        "masters": [size + 8 * others / 1e9 for size in linears["master"]],
+        "all": twice("all"),
+    }
+    by_hand["m and v of policy and critic"] = [
+        size + 16 * others / 1e9 for size in by_hand["of it m and v of their linears"]
+    ]
+    by_hand["weights of all four"][1] += 2 * max(MODELS["7b"].linears()) / 1e9  # W^T's scratch
+    for row, (stock, ours) in by_hand.items():
+        found = re.search(rf"^\| {re.escape(row)} \| ([\d.]+) \| ([\d.]+)(?: \(([\d.]+)\))? \| (\d+) %", text, re.M)
+        assert [float(found[1]), float(found[2])] == pytest.approx([stock, ours], abs=0.06), row
+        assert float(found[4]) == pytest.approx(100 * (1 - ours / stock), abs=0.6), row
+        assert found[3] is None or float(found[3]) == pytest.approx(2 * float(in_fp8[1]), abs=0.06)
 
 
 @pytest.mark.parametrize("flags", ["--sft", "--sft --sft-tokenizer-prompt-format nemotron-nano-v2"])
