@@ -87,6 +87,8 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
     args = get_args()
     if not args.sft and not reads_data(vp_stage):
         return dict.fromkeys(BATCH_KEYS)
+    if args.sft and args.tensor_model_parallel_size == args.pipeline_model_parallel_size == 1:
+        return packed_batch(next(data_iterator))
     batch: dict[str, torch.Tensor | None] = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
@@ -116,8 +118,18 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
+def packed_batch(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """`get_batch` with --sft for one rank that has the whole model. The row is made, and its longest document found,
+    on the host, so that it need not wait for the micro-batch before."""
+    row = flatten_batch_for_packed_sequences({key: sample.get(key) for key in (*BATCH_KEYS, *PACK_KEYS)})
+    longest = row.pop("max_seqlen")
+    there = {key: None if value is None else value.cuda(non_blocking=True) for key, value in row.items()}
+    return there | {"max_seqlen": longest}
+
+
 def packs(batch: dict[str, torch.Tensor | None]) -> dict[str, PackedSeqParams]:
-    """With --sft, the argument that tells the layers where a micro-batch's documents end. Waits for the data."""
+    """With --sft, the argument that tells the layers where a micro-batch's documents end. Waits for the data if
+    `max_seqlen` is on the device."""
     ends, longest = (batch.get(key) for key in PACK_KEYS)
     if ends is None or longest is None:
         return {}

@@ -67,6 +67,18 @@ def test_the_rest_is_trained(level):
     assert run.losses[-1] < run.losses[0] - 0.2
 
 
+@pytest.mark.parametrize("level", ["O3", pytest.param("O0", marks=slow)])
+def test_the_example(level):
+    """examples/lora.py beside any training script, with a level or without: the loss falls, by its adapters alone."""
+    script = str(ROOT / "examples/lora.py")
+    env = {"PYTHONPATH": str(ROOT)}
+    flags = [str(ROOT / "pretrain_gpt_fp8.py"), *TINY_GPT, *SIX, *LORA, "--fp8-level", level]
+    run = run_megatron(1, flags, script=script, env=env)
+    assert run.losses[-1] < run.losses[0] - 0.02
+    frozen = "frozen by the script, without gradients and states: decoder.layers.0-1"
+    assert any(frozen in line for line in run.lines) == (level == "O3")
+
+
 @pytest.mark.parametrize(
     ("layout", "here"),
     [
