@@ -50,7 +50,7 @@ import prepare_sft
 from launch import RunFailed, torchrun
 
 ARMS = {
-    "O0": "--fp8-level O0",
+    "O0": "--fp8-level O0 --dist-ckpt-strictness log_unexpected",  # Transformer Engine's attention has an empty state
     "O1": "--fp8-level O1",
     "O2": "--fp8-level O2",
     "O3": "--fp8-level O3",
