@@ -27,9 +27,9 @@ def seen(run) -> tuple[float, float | None, float, bool, int]:
 @pytest.mark.parametrize(
     ("level", "nproc", "flags"),
     [
-        ("O3", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+        pytest.param("O3", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", marks=slow),
         pytest.param("O3", 2, "--tensor-model-parallel-size 2", marks=slow),
-        pytest.param("O3", 1, "--fp8-recipe tensorwise --keep-fp8-transpose-cache", marks=slow),
+        ("O3", 1, "--fp8-recipe tensorwise --keep-fp8-transpose-cache"),
         pytest.param("O2", 1, "", marks=slow),
         pytest.param("O1", 1, "", marks=slow),
     ],

@@ -10,8 +10,9 @@ CP, TP = "--context-parallel-size 2", "--tensor-model-parallel-size 2"
 GROUPED = "--group-query-attention --num-query-groups 2"
 LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-CASES = {"two": (2, CP), "sequence": (4, f"{CP} {TP} --sequence-parallel")}
+CASES = {"two": (2, CP)}
 MORE = {
+    "sequence": (4, f"{CP} {TP} --sequence-parallel"),
     "four": (4, "--context-parallel-size 4"),
     "pipeline": (4, f"{CP} --pipeline-model-parallel-size 2"),
     "data": (4, CP),

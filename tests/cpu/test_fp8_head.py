@@ -12,7 +12,7 @@ def losses(nproc: int, *flags: str, base=UNTIED) -> list[float]:
     return run_megatron(nproc, [*base, "--fp8-level", "O3", *flags]).losses
 
 
-@pytest.mark.parametrize("base", [UNTIED, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("base", [pytest.param(UNTIED, marks=pytest.mark.slow), TIED], ids=["untied", "tied"])
 def test_it_learns_as_without(base):
     without, with_it = losses(1, base=base), losses(1, "--fp8-lm-head", base=base)
     assert with_it != without

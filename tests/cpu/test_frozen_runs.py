@@ -82,7 +82,7 @@ def test_the_example(level):
 @pytest.mark.parametrize(
     ("layout", "here"),
     [
-        ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 8),
+        pytest.param("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 8, marks=slow),
         pytest.param("--tensor-model-parallel-size 2", 8, marks=slow),
         pytest.param("--pipeline-model-parallel-size 2 --use-distributed-optimizer", 4, marks=slow),
         pytest.param("--fp8-grad-reduce shared --fp8-log-interval 2", 8, marks=slow),

@@ -45,6 +45,7 @@ def test_it_learns_the_same(base, ranks, flags):
         assert sorted(added) == sorted([reads * micro_batches] * (ranks // stages) + [0] * (ranks - ranks // stages))
 
 
+@SLOW
 def test_nothing_is_deferred():
     """Stock would keep inputs of all column-parallel linears, where an LM head alone has a list for them."""
     flags = [*UNTIED, *"--fp8-level O3 --pipeline-model-parallel-size 2".split()]

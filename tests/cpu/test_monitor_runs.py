@@ -82,6 +82,7 @@ def test_one_process_writes_every_name_on_the_steps_that_log_and_nothing_else_ru
     assert not any("[fp8] iteration" in line for line in without.lines)
 
 
+@pytest.mark.slow  # blocks stay
 def test_two_processes_count_the_shared_scale_and_overlap(tmp_path):
     flags = "--fp8-grad-reduce shared --fp8-grad-scaling post --fp8-grad-accum bf16 --use-distributed-optimizer "
     flags += "--overlap-grad-reduce --ddp-bucket-size 10000 --train-iters 5"

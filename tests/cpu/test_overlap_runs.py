@@ -29,6 +29,7 @@ def test_stages_wait_for_their_norms(stages, level):
     assert exact(overlapped.lines) == exact(waiting.lines)
 
 
+@pytest.mark.slow  # the norms of stages stay
 def test_a_shared_experts_gate_waits():
     """With --moe-shared-expert-overlap stock would read its weight before the module's own hook; a level switches that
     off."""

@@ -115,7 +115,7 @@ def test_a_resumed_run_may_change_its_amax_history(tmp_path):
 @pytest.mark.parametrize(
     ("nproc", "flags", "form"),
     [
-        (1, [], "torch"),  # the names of the local spec
+        pytest.param(1, [], "torch", marks=nightly),  # the names of the local spec; also test_changed_resumes.py
         (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"], "torch_dist"),  # of the TE spec
     ],
 )

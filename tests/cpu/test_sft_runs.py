@@ -57,7 +57,7 @@ def test_tuning_on_conversations(level, flags, conversations):
 @pytest.mark.parametrize(
     "layout",
     [
-        "--use-distributed-optimizer",
+        pytest.param("--use-distributed-optimizer", marks=slow),
         pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", marks=slow),
         pytest.param("--pipeline-model-parallel-size 2 --micro-batch-size 1", marks=slow),
     ],

@@ -56,10 +56,9 @@ def test_an_evaluation_with_another_micro_batch_size_on_tensor_parallel_ranks():
     """Stock's other ranks expect training's size, and end in a traceback (flags/stock_faults.py)."""
     flags = "--fp8-level O3 --tensor-model-parallel-size 2 --eval-interval 2 --eval-iters 2 --split 8,1,1"
     each = [*TINY_GPT, *SIX_STEPS, *flags.split(), "--train-iters", "2"]
-    same, larger, smaller = (run_megatron(2, [*each, *f"--eval-micro-batch-size {n}".split()]) for n in (2, 8, 1))
-    assert same.losses == larger.losses == smaller.losses
-    for other in larger, smaller:
-        assert other.validation_losses == pytest.approx(same.validation_losses, abs=1e-5)
+    same, larger = (run_megatron(2, [*each, *f"--eval-micro-batch-size {n}".split()]) for n in (2, 8))
+    assert same.losses == larger.losses
+    assert larger.validation_losses == pytest.approx(same.validation_losses, abs=1e-5)
     assert len(same.validation_losses) >= 2
 
 

@@ -20,6 +20,7 @@ def results() -> dict[Path, tuple[int, int]]:
     return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in found.items()}
 
 
+@pytest.mark.slow  # an import of torch and Megatron of its own, for files that no run imports
 def test_they_find_their_own_package_and_help(tmp_path):
     """In one process that forks for each benchmark, so that torch is imported once."""
     before = results()

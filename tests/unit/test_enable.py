@@ -34,7 +34,7 @@ def test_with_bf16_gemms_and_fp32_gradients_it_trains_as_stock(trained):
     assert ours[-1] == pytest.approx(stock[-1], rel=0.2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_o3_trains(trained, ranks):
     stock, *_ = trained(ranks, "")
     ours, _, said = trained(ranks, "O3 bf16_layers=*.0.mlp.linear_fc1")

@@ -393,6 +393,7 @@ def test_the_order_in_which_runs_end_makes_no_difference(report, tmp_path, order
     assert {k: v for k, v in again.items() if "runs" not in k} == {k: v for k, v in report.items() if "runs" not in k}
 
 
+@pytest.mark.slow  # the order in which they end stays
 def test_the_order_in_which_runs_were_planned_makes_no_difference(report, tmp_path):
     few = Store(tmp_path / "sweep.sqlite", create=True)
     few.add(plan(seeds=3))
