@@ -56,7 +56,7 @@ TRAINING = f"""
 --micro-batch-size 1
 --micro-batch-size 4
 --global-batch-size 8
---step-batch-size-schedule 0:4,8:8
+--step-batch-size-schedule 0:4,256:8
 --rampup-batch-size 2 2 4
 --decrease-batch-size-if-needed
 --empty-unused-memory-level 2
@@ -183,7 +183,7 @@ TRAINING_REFUSED = f"""
 --use-torch-fsdp2
 --num-distributed-optimizer-instances 2 --use-distributed-optimizer
 --reuse-grad-buf-for-mxfp8-param-ag
---dataloader-inter-document-masking
+--dataloader-inter-document-masking --attention-backend auto
 --perform-rl-step
 --moe-use-upcycling {MOE}
 --hybrid-override-pattern M*
@@ -355,6 +355,7 @@ UNREAD_MASK = "Transformer Engine's causal attention reads no mask; a level's re
 NEEDS_CUDA = "stock needs a GPU for it; a level has switched it off"
 CHECKED_FIRST = "stock asks for companions of it, which it checks after a level has switched it off"
 NEEDS_TE = "stock's own FP8 needs Transformer Engine itself; a level's is its own"
+FACTOR = "stock ignores the factor and builds the model with 8; a level builds it with the factor"
 REASONS = [
     *(Reason(line, "refused", "") for line in case_lines(REFUSED)),
     *(Reason(line, "refused", "") for line in case_lines(TRAINING_REFUSED)),
@@ -368,6 +369,7 @@ REASONS = [
     Reason("--no-pad-vocab-size", "refused", ""),
     Reason("--full-validation", "refused", ""),
     Reason("--no-initialization", "refused", ""),
+    Reason("--rope-scaling-factor 2.0", "differs", FACTOR, 1e-3),
     Reason("--optimizer-cuda-graph", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl full_iteration", "alone", NEEDS_CUDA),
     Reason("--cuda-graph-impl local", "alone", NEEDS_CUDA),
