@@ -63,16 +63,17 @@ class Fp8Product(Function):
         q, recipe = parcel.q, parcel.recipe if call.wgrad else None
         assert q is not None
         gathering = call.start_gather(q.payload) if call.gather == "fp8" else None
-        w, read = call.weight.quantized(), q
+        w, read, out = call.weight.quantized(), q, None
         if gathering is not None:
             y, read = gathered_product(q, gathering, call.group, w, _epilogue(x.dtype, bias), fast_accum=True)
         elif call.sum_y:
             assert bias is None  # which is added to the sum
             y = summed_product(q, w, call.group, x.dtype, call.scatter, call.sum_y == "fp8")
-            if residual is not None:
-                y.add_(source.rows(residual))
+            out = None if residual is None else residual + y.view(residual.shape)
         else:
-            y = gemm.gemm(q, w, _epilogue(x.dtype, bias, residual), fast_accum=True)
+            if residual is not None:
+                out = torch.empty(*residual.shape, dtype=x.dtype, device=x.device)
+            y = gemm.gemm(q, w, _epilogue(x.dtype, bias, residual, out), fast_accum=True)
 
         kept: tuple[torch.Tensor | None, ...] = (x,)
         if not call.wgrad:
@@ -89,7 +90,8 @@ class Fp8Product(Function):
             ctx.exact = parcel.exact
             call.show_forward(ctx.exact, read, w)
         parcel.q = parcel.scale = parcel.recipe = parcel.exact = None  # read: what the backward pass needs is saved
-        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+        # Of a view at a layer's end stock makes a tensor that is none, in an autograd function of its own.
+        return y.view(-1, *x.shape[1:-1], y.shape[-1]) if out is None else out
 
     @staticmethod
     def backward(ctx, dy):
@@ -122,10 +124,18 @@ class Fp8Product(Function):
         return dx, None, None, gradient.dbias, dy if ctx.needs_input_grad[4] else None
 
 
-def _epilogue(dtype: torch.dtype, bias: torch.Tensor | None, residual: torch.Tensor | None = None) -> gemm.Epilogue:
+def _epilogue(
+    dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> gemm.Epilogue:
+    """The forward pass's; residual and out (..., N) come together."""
     if bias is None and residual is None:
         return gemm.plain(dtype)
-    return gemm.Epilogue(dtype, bias=bias, residual=None if residual is None else source.rows(residual))
+    if residual is None or out is None:
+        return gemm.Epilogue(dtype, bias)
+    return gemm.Epilogue(dtype, bias, source.rows(residual), source.rows(out))
 
 
 @dataclass(slots=True, eq=False)

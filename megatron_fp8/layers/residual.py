@@ -6,9 +6,9 @@
 Forward: the product of f's last linear would be written, then read with x, and their sum written: 8 bytes an element in
 BF16. A GEMM whose epilogue reads x writes the sum itself: 4. It is rounded once there, where stock rounds the product,
 with its bias, and the sum; a backend that does not fuse rounds as stock does (gemm/interface.py). A sum over
-tensor-parallel ranks comes before the residual; the linear adds it to the sum, in place. That saves no pass, but the
-host's time: stock's addition, with a bias and dropout, is compiled by torch, and such a call costs the host as much as
-several launches. If dropout comes before the residual, or the bias of a sum over ranks, stock adds both.
+tensor-parallel ranks comes before the residual; the linear adds it to the sum. That saves no pass, but the host's time:
+stock's addition, with a bias and dropout, is compiled by torch, and such a call costs the host as much as several
+launches. If dropout comes before the residual, or the bias of a sum over ranks, stock adds both.
 
 Backward: both readers' gradients of x meet in autograd, which adds them in a kernel that reads both and writes a third:
 6 bytes an element, and the norm's backward pass has written one of them just before. So one function has both outputs,

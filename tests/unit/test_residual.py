@@ -174,7 +174,8 @@ def test_what_comes_between_a_sum_over_ranks_and_the_residual(case):
     layer = build(case).decoder.layers[0]
     layer.mlp_bda = get_bias_dropout_add
     layer.mlp.linear_fc2.tp_group = SimpleNamespace(size=lambda: 2)
-    assert (residual._sum(layer, "mlp_bda", "mlp", "linear_fc2") is None) == (case == "")
+    add = residual._sum(layer, "mlp_bda", "mlp", "linear_fc2", residual.Pass(layer))
+    assert (add is None) == (case == "")
 
 
 def test_what_is_frozen(added):
