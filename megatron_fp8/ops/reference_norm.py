@@ -21,7 +21,6 @@ at most 2^-4 of n, or absolute 2^-10 / kept_scale(K) for small n (2^-12 for K = 
 The kernel differs only in the order of float32 sums and in fused multiply-adds, before dx is rounded.
 """
 
-import functools
 import math
 
 import torch
@@ -34,7 +33,6 @@ def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return weight.float() + 1 if zero_centered else weight.float()
 
 
-@functools.cache
 def kept_scale(columns: int) -> float:
     """The factor of n when it is kept: the largest power of two with which sqrt(columns) fits into E4M3."""
     return 2.0 ** math.floor(math.log2(E4M3.max / math.sqrt(columns)))
