@@ -112,6 +112,13 @@ NIGHTLY = [
     (2, "--pipeline-model-parallel-size 2 --moe-layer-freq [0,1]"),  # the first stage has no expert
     (4, f"{ZERO} --overlap-grad-reduce --overlap-param-gather --pipeline-model-parallel-size 2 --moe-layer-freq [0,1] "
         f"--expert-model-parallel-size 2 {ALL_TO_ALL}"),
+    (1, "--moe-z-loss-coeff 0.1 --moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type seq_aux_loss"),
+    (2, f"{ZERO} --moe-z-loss-coeff 0.1 --moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type global_aux_loss "
+        f"--expert-model-parallel-size 2 {ALL_TO_ALL}"),
+    (1, "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1"),
+    (4, f"{ZERO} --expert-model-parallel-size 4 {ALL_TO_ALL}"),  # one expert a rank, all ranks
+    (1, f"{ALL_TO_ALL} --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"),
+    (1, f"{ALL_TO_ALL} --moe-expert-capacity-factor 0.25 --moe-token-drop-policy position --moe-layer-freq 2"),
 ]  # fmt: skip
 
 
@@ -130,6 +137,14 @@ def test_routed_experts_train_as_stocks(ranks, more):
     assert exact(ours)[:2] == exact(stock)[:2] != []
     assert ours.losses == pytest.approx(stock.losses, abs=1e-4)
     assert ours.grad_norms == pytest.approx(stock.grad_norms, rel=2e-3)
+    for what in ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"):
+        assert printed(ours, what)[:2] == printed(stock, what)[:2]
+    assert ("z-loss" in more) == bool(printed(ours, "z_loss"))
+
+
+def printed(run, what: str) -> list[str]:
+    """Of each step, one of the router's losses as Megatron's log has it."""
+    return re.findall(rf" {what}: (\S+)", "\n".join(run.lines))
 
 
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O3"])

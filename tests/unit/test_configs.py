@@ -37,7 +37,8 @@ def command(layout: str, *more: str) -> list[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_megatron_takes_it(layout, parser):
     model, gpus = LAYOUTS[layout]
-    launch = take_apart(command(layout))
+    launch_words = command(layout)
+    launch = take_apart(launch_words)
     job = examine(launch, gpus)
     assert (job.error, job.missing, job.level) == ("", "", "O3")
     assert launch.gpus == gpus and launch.variables["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
@@ -46,6 +47,9 @@ def test_megatron_takes_it(layout, parser):
     assert tokens / 1e9 == pytest.approx(40 if model == "gpt-175b" else 100, rel=0.001)
     assert job.args.lr_warmup_samples / job.args.global_batch_size == 1000 < steps
     assert job.args.min_lr == pytest.approx(job.args.lr / 10)
+    if job.args.num_experts:
+        owned = examine(take_apart([*launch_words, "recipe/fp8-experts"]), gpus)
+        assert (owned.error, owned.level, owned.args.fp8_experts) == ("", "O3", True)
     without = "--fp8-level O0 --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm"
     stock = examine(take_apart(command(layout, *without.split())), gpus)
     assert (stock.error, stock.level) == ("", "O0")
@@ -71,7 +75,8 @@ def test_every_shipped_file_is_in_a_combination_and_says_where_its_values_come_f
     others = {"lab", "hardware"}  # plans, and files for the cost model
     found = (p.relative_to(CONFIGS) for p in CONFIGS.rglob("*.yaml"))
     shipped = {str(path.with_suffix("")) for path in found if path.parts[0] not in others}
-    assert shipped == used | {"recipe/step-graph"} and len(LAYOUTS) >= 6  # that recipe can be added to any
+    added = {"recipe/step-graph", "recipe/fp8-experts"}  # to any, and to any with experts
+    assert shipped == used | added and len(LAYOUTS) >= 6
     for name in shipped:
         path = CONFIGS / f"{name}.yaml"
         assert path.read_text().startswith("# "), name
