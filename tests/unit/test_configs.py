@@ -64,7 +64,7 @@ def test_the_papers_models_are_those_of_the_memory_table(name):
     # Megatron fills in the rest; the table's vocabulary is padded already.
     ours |= dict.fromkeys(("ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings"))
     ours |= {"vocab_size": -(-args.vocab_size // 128) * 128, "normalization": args.normalization}
-    ours["disable_bias_linear"] = not args.add_bias_linear
+    ours |= {"disable_bias_linear": not args.add_bias_linear, "expert_tensor_parallel_size": None, "fp8_experts": False}
     if name == "125m":
         ours["data_parallel_size"] = 1
     assert Job(**ours) == MODELS[name]
