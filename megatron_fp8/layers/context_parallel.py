@@ -17,7 +17,7 @@ dS = P (dP - rowsum(dO out)). With these inputs both are the whole softmax's, so
 (Ring Attention, arXiv 2310.01889).
 
 K and V come again in the backward pass instead of being kept, so that a rank keeps its own tokens alone. Either they
-are gathered beside the own block, or fetched from one rank after the other, two at a time (context_exchange.py). To
+are gathered beside the own block, or fetched from one rank after the other (context_exchange.py). To
 gather them is Llama 3's choice (arXiv 2407.21783, 3.3.2), whose grouped queries make them small. It makes fewer passes
 over the output, and its bytes are hidden if a rank has thousands of tokens:
 
@@ -94,21 +94,22 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
 
 
 class _ContextAttention(torch.autograd.Function):
-    """q, k, v as `attention` -> (s/N, b, np, hv).  exchange(k, v): the Gathered or Fetched of a pass."""
+    """q, k, v as `attention` -> (s/N, b, np, hv).  exchange(pairs): the Gathered or Fetched of a pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale: float, kernel: Kernel, exchange):
-        ours = exchange(k, v)
+        ours, widths = exchange(torch.cat([k, v], -1)), (k.shape[3], v.shape[3])
         y = lse = None
         rest: tuple = ()
-        for i, (first, keys, values, causal) in enumerate(ours.blocks(), 1):
+        for i, (first, pairs, causal) in enumerate(ours.blocks(), 1):
+            keys, values = pairs.split(widths, -1)
             out, of_block, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), causal, scale)
             part = out.permute(2, 0, 1, 3)
             if y is None:
                 y, lse = part, of_block.clone(memory_format=torch.contiguous_format)
             else:  # in FP32 between blocks
                 y = ops.merge_attention(y, lse, part, of_block, q.dtype if i == ours.count else torch.float32)
-            del keys, values, out, of_block, part  # the next block may take their memory
+            del pairs, keys, values, out, of_block, part  # the next block may take their memory
         ctx.save_for_backward(q, k, v, y, lse, *rest)
         ctx.how = scale, kernel, exchange
         return y
@@ -117,19 +118,20 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx, dy):
         q, k, v, y, lse, *rest = ctx.saved_tensors
         scale, kernel, exchange = ctx.how
-        ours, dq = exchange(k, v), None
+        ours, widths, dq = exchange(torch.cat([k, v], -1)), (k.shape[3], v.shape[3]), None
         wide = q.dtype if ours.count == 2 else torch.float32  # the sum of two is rounded once in either
-        for first, keys, values, causal in ours.blocks():
+        for first, pairs, causal in ours.blocks():
+            keys, values = pairs.split(widths, -1)
             operands = map(_heads, (dy[first:], q[first:], keys, values, y[first:]))
             grads = kernel.backward(*operands, lse[..., first:].contiguous(), causal, scale, *rest)
-            of_queries, of_keys, of_values = (t.permute(2, 0, 1, 3) for t in grads)
+            of_queries, *of_pairs = (t.permute(2, 0, 1, 3) for t in grads)
             if dq is None:
                 dq = of_queries.to(wide, memory_format=torch.contiguous_format)
             else:
                 dq[first:] += of_queries
-            ours.add(of_keys, of_values)
-            del keys, values, grads, of_queries, of_keys, of_values
-        dk, dv = ours.sums()
+            ours.add(torch.cat(of_pairs, -1))
+            del pairs, keys, values, grads, of_queries, of_pairs
+        dk, dv = ours.sums().split(widths, -1)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 

@@ -50,23 +50,26 @@ def exact(q, k, v, dy) -> list[torch.Tensor]:
 
 
 class Handed:
-    """A rank's exchange that takes the other ranks' K and V from `wholes`, and adds gradients to `sums`."""
+    """A rank's exchange that takes the other ranks' pairs from `wholes`, and adds gradients to `totals`."""
 
-    def __init__(self, k, v, group, *, parts, wholes, totals):
-        self.own, self.parts, self.totals, self.count = (k, v), parts, totals, len(parts)
-        self.wholes = [F.pad(t, (0, own.shape[3] - t.shape[3])) for t, own in zip(wholes, (k, v), strict=True)]
+    def __init__(self, pairs, group, *, parts, wholes, totals):
+        self.own, self.parts, self.totals, self.count = pairs, parts, totals, len(parts)
+        width = pairs.shape[3] // 2 if sum(t.shape[3] for t in wholes) < pairs.shape[3] else None
+        self.widths = [width or t.shape[3] for t in wholes]  # padded alike, or not at all
+        padded = [F.pad(t, (0, n - t.shape[3])) for t, n in zip(wholes, self.widths, strict=True)]
+        self.whole = torch.cat(padded, -1)
 
     def blocks(self):
         for first, tokens in self.parts:
             self.tokens = tokens
-            yield Block(first, *(t[tokens] for t in self.wholes), causal=tokens is self.parts[0][1])
+            yield Block(first, self.whole[tokens], causal=tokens is self.parts[0][1])
 
-    def add(self, *gradients):
-        for total, gradient in zip(self.totals, gradients, strict=True):
-            total.index_add_(0, self.tokens, gradient[..., : total.shape[3]].float())
+    def add(self, gradient):
+        for total, part in zip(self.totals, gradient.split(self.widths, -1), strict=True):
+            total.index_add_(0, self.tokens, part[..., : total.shape[3]].float())
 
     def sums(self):
-        return tuple(torch.zeros_like(t) for t in self.own)
+        return torch.zeros_like(self.own)
 
 
 def by_ranks(ranks: int, joined: bool, q, k, v, dy, monkeypatch) -> list[torch.Tensor]:

@@ -1,6 +1,8 @@
 """What context-parallel attention holds beside its operands, tensor by tensor, and what it sends, against the estimate,
 in gloo groups of 2 to 8 ranks. Kernels are replaced by ones that make their results and nothing else."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +17,8 @@ from megatron_fp8.tools.perf import activations, collectives, hardware, workload
 from megatron_fp8.tools.perf.job import Job
 from megatron_fp8.tools.perf.systems import SYSTEMS
 
-T, HEADS, GROUPS, WIDTH = 64, 8, 2, 16  # tokens of a rank
+T, HEADS, WIDTH = 64, 8, 16  # tokens of a rank
+GROUPS = 2, 8
 
 
 class Living(TorchDispatchMode):
@@ -57,16 +60,16 @@ def work(rank: int, ranks: int) -> dict:
     context_parallel.ops.merge_attention = merge
     context_parallel.FETCHED_ABOVE = 0
     found = {}
-    for fetch in (False, True):
+    for fetch, groups in itertools.product((False, True), GROUPS):
         wire.sent_bytes.clear()
-        operands = [torch.randn(T, 1, n, WIDTH).bfloat16().requires_grad_() for n in (HEADS, GROUPS, GROUPS)]
+        operands = [torch.randn(T, 1, n, WIDTH).bfloat16().requires_grad_() for n in (HEADS, groups, groups)]
         with Living(*operands) as there:
             y = context_parallel.attention(*operands, 0.1, dist.group.WORLD, fetch)
         kept = y.grad_fn.next_functions[0][0].saved_tensors
         dy = torch.randn_like(y)
         with Living(*operands, *kept, y, dy) as back:
             torch.autograd.grad(y, operands, dy)
-        found[fetch] = there.peak - y.nbytes, back.peak, wire.sent_bytes.total()
+        found[fetch, groups] = there.peak - y.nbytes, back.peak, wire.sent_bytes.total()
     return found
 
 
@@ -75,31 +78,34 @@ def ranks(request, tmp_path_factory) -> list[dict]:
     return run_ranks(work, request.param, tmp_path_factory.mktemp("ranks"))
 
 
-def workload_of(ranks: int, fetch: bool, monkeypatch) -> workload.Workload:
+def workload_of(ranks: int, fetch: bool, groups: int, monkeypatch) -> workload.Workload:
     monkeypatch.setattr(workload, "FETCHED_ABOVE", 0)
-    job = Job(1, HEADS * WIDTH, HEADS, 128, num_query_groups=GROUPS, position_embedding_type="rope",
+    job = Job(1, HEADS * WIDTH, HEADS, 128, num_query_groups=groups, position_embedding_type="rope",
               data_parallel_size=ranks)  # fmt: skip
     keys = "fetched" if fetch else "gathered"
     return workload.Workload(job, SYSTEMS["O3"], sequence=ranks * T, micro_batch=1, global_batch=1, context=ranks,
                              keys=keys)  # fmt: skip
 
 
+@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("fetch", [False, True])
-def test_the_estimate_has_the_tensors_of_the_rank_that_has_most(ranks, fetch, monkeypatch):
-    w = workload_of(len(ranks), fetch, monkeypatch)
-    there, back = (max(rank[fetch][i] for rank in ranks) for i in (0, 1))
+def test_the_estimate_has_the_tensors_of_the_rank_that_has_most(ranks, fetch, groups, monkeypatch):
+    w = workload_of(len(ranks), fetch, groups, monkeypatch)
+    there, back = (max(rank[fetch, groups][i] for rank in ranks) for i in (0, 1))
     assert there <= back
     assert 0.93 < back / activations.context(w) < 1.02
 
 
+@pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("fetch", [False, True])
-def test_the_estimate_has_the_bytes_that_are_sent(ranks, fetch, monkeypatch):
+def test_the_estimate_has_the_bytes_that_are_sent(ranks, fetch, groups, monkeypatch):
     """In the mean over the ranks."""
-    sent = sum(rank[fetch][2] for rank in ranks) / len(ranks)
-    traffic = collectives.micro_batches(workload_of(len(ranks), fetch, monkeypatch), hardware.load("h200"))
+    sent = sum(rank[fetch, groups][2] for rank in ranks) / len(ranks)
+    traffic = collectives.micro_batches(workload_of(len(ranks), fetch, groups, monkeypatch), hardware.load("h200"))
     assert sent == pytest.approx(traffic["context"].inside)
 
 
-def test_fetched_keys_take_less_from_four_ranks_on(ranks):
-    gathered, fetched = (max(rank[fetch][1] for rank in ranks) for fetch in (False, True))
+@pytest.mark.parametrize("groups", GROUPS)
+def test_fetched_keys_take_less_from_four_ranks_on(ranks, groups):
+    gathered, fetched = (max(rank[fetch, groups][1] for rank in ranks) for fetch in (False, True))
     assert (fetched < gathered) == (len(ranks) > 3)

@@ -207,7 +207,7 @@ def test_only_large_keys_are_fetched(monkeypatch, fetch):
         pass
 
     def tell(way):
-        def make(k, v, group):
+        def make(pairs, group):
             made.append(way)
             raise Told
 

@@ -139,16 +139,16 @@ def _backward_of_attention(w: Workload) -> float:
 def context(w: Workload) -> float:
     """Bytes of tensors that a level's context-parallel attention makes and frees in a layer's backward pass.
 
-    Two sizes, on N ranks:  a rank's own K and V, or their gradients        a tensor in BF16 like its queries
+    Two sizes, on N ranks:    a rank's own K and V, or their gradients        a tensor in BF16 like its queries
 
-        two ranks           4                                               2   (dQ of both blocks)
-        gathered            2 N          on the last rank                   2
-                            2 N - 1      on the rank before it              3   (dQ of three blocks, added in FP32)
-        fetched             N + 2, at most 49/8                             3
+        gathered, N = 2       6.5                                             1
+        gathered              3 N - 1 on the first rank                       1.5
+                              3 N - 2 on the second                           2.5, since three blocks' dQ add up in FP32
+        fetched               N + 4.5, at most 9                              2.5, or 1.5 if N = 2
     """
     n, own, like_queries = w.context, 4 * w.tokens * w.groups / w.tensor, 2 * w.tokens * w.heads / w.tensor
-    if n == 2:
-        return 4 * own + 2 * like_queries
     if w.fetches:
-        return min(n + 2, 49 / 8) * own + 3 * like_queries
-    return max(2 * n * own + 2 * like_queries, (2 * n - 1) * own + 3 * like_queries)
+        return min(n + 4.5, 9) * own + (2.5 if n > 2 else 1.5) * like_queries
+    if n == 2:
+        return 6.5 * own + like_queries
+    return max((3 * n - 1) * own + 1.5 * like_queries, (3 * n - 2) * own + 2.5 * like_queries)
