@@ -38,8 +38,8 @@ class Block(NamedTuple):
 
 
 class Gathered:
-    """pairs (s/N, b, ng, hn + hv): this rank's K and V side by side. One tensor makes one collective. Of two, the second
-    waits for the first; with CUDA_DEVICE_MAX_CONNECTIONS=1 attention, which is launched after both, waits with it.
+    """pairs (s/N, b, ng, hn + hv): this rank's K and V side by side. One tensor makes one collective. Of two, the
+    second waits for the first, and with CUDA_DEVICE_MAX_CONNECTIONS=1 attention, launched after both, waits too.
 
     `blocks` once; in a backward pass `add` after each of them, in their order, then `sums`.  count: of the blocks.
     """

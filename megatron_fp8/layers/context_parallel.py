@@ -17,9 +17,9 @@ dS = P (dP - rowsum(dO out)). With these inputs both are the whole softmax's, so
 (Ring Attention, arXiv 2310.01889).
 
 K and V come again in the backward pass instead of being kept, so that a rank keeps its own tokens alone. Either they
-are gathered beside the own block, or fetched from one rank after the other (context_exchange.py). To
-gather them is Llama 3's choice (arXiv 2407.21783, 3.3.2), whose grouped queries make them small. It makes fewer passes
-over the output, and its bytes are hidden if a rank has thousands of tokens:
+are gathered beside the own block, or fetched from one rank after the other (context_exchange.py). To gather them is
+Llama 3's choice (arXiv 2407.21783, 3.3.2), whose grouped queries make them small. It makes fewer passes over the
+output, and its bytes are hidden if a rank has thousands of tokens:
 
     4 (N - 1) T K bytes    beside the own block's 2 T^2 A FLOPs        T tokens a rank; K, A channels of keys, queries
 

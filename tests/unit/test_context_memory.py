@@ -93,7 +93,7 @@ def test_the_estimate_has_the_tensors_of_the_rank_that_has_most(ranks, fetch, gr
     w = workload_of(len(ranks), fetch, groups, monkeypatch)
     there, back = (max(rank[fetch, groups][i] for rank in ranks) for i in (0, 1))
     assert there <= back
-    assert 0.93 < back / activations.context(w) < 1.02
+    assert 0.93 < back / activations.context(w) < 1.05
 
 
 @pytest.mark.parametrize("groups", GROUPS)
