@@ -382,6 +382,7 @@ REASONS = [
     Reason("--attention-backend flash", "differs", OWN_KERNEL, 2e-4),
     Reason("--reset-attention-mask", "differs", UNREAD_MASK, 1e-3),
     Reason("--moe-shared-expert-overlap", "differs", OTHER_ORDER, 1e-4),
+    Reason(f"--mla-down-proj-fusion + {TP}", "differs", f"{TWO_GEMMS}; and {NO_SUM}", 2e-4),
     Reason("--mla-down-proj-fusion", "differs", TWO_GEMMS, 1e-4),
     Reason("--use-mup + --tensor-model-parallel-size 2", "differs", LAST_BIT, 1e-4),
     Reason(f"--multi-latent-attention + {TP}", "differs", NO_SUM, 2e-4),
