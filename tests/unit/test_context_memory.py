@@ -108,4 +108,4 @@ def test_the_estimate_has_the_bytes_that_are_sent(ranks, fetch, groups, monkeypa
 @pytest.mark.parametrize("groups", GROUPS)
 def test_fetched_keys_take_less_from_four_ranks_on(ranks, groups):
     gathered, fetched = (max(rank[fetch, groups][1] for rank in ranks) for fetch in (False, True))
-    assert (fetched < gathered) == (len(ranks) > 3)
+    assert fetched < gathered if len(ranks) > 3 else fetched > 0.95 * gathered
