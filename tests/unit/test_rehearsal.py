@@ -371,11 +371,12 @@ def test_whole_states_are_counted_if_each_rank_keeps_them(parser):
 
 def test_what_is_not_counted_at_full_size_is_named(shrunk):
     for name, what in (
-        ("experts", "experts"), ("uneven", "uneven stages"), ("few query groups", "--first-last-layers-bf16"),
+        ("uneven", "uneven stages"), ("few query groups", "--first-last-layers-bf16"),
         ("named layers", "--fp8-bf16-layers decoder.layers.31.*,*.linear_fc1"),
     ):  # fmt: skip
         assert f"Not computed: `megatron-fp8 memory` does not count {what}." in shrunk[name]["page"]
         assert not any("GB before the first activation" in line for line in shrunk[name]["warnings"])
+    assert "experts: exp_avg" in shrunk["experts"]["page"] and "Not computed" not in shrunk["experts"]["page"]
 
 
 def test_a_job_that_cannot_start_says_why(shrunk):

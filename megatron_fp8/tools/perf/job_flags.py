@@ -209,6 +209,7 @@ def job(args: Namespace, data: int) -> Job:
 def uncounted(args: Namespace) -> list[str]:
     """The parts of a job that neither the memory report nor the cost model counts."""
     found = [what for name, what in _UNCOUNTED.items() if getattr(args, name, None)]
+    found += ["experts with biases"] if args.num_experts and args.add_bias_linear else []
     return list(dict.fromkeys([*found, *(shown for _, shown in _other(args, _NOT_COUNTED))]))
 
 
