@@ -32,7 +32,7 @@ _PATTERNS = (  # (kind, pattern of a clean name); the first match counts
     (OPTIMIZER, r"^_(adam|sum)_kernel"),  # _sum: of ranks' blocks and of squares
     (BACKWARD, r"^_ZN7cutlass\w*float_e5m2"),  # the profiler leaves these names mangled
     (FORWARD, r"^_ZN7cutlass\w*float_e4m3"),
-    (CAST, r"^_\w*(flat|tile|cast|transpose|quant|block)"),
+    (CAST, r"^_\w*(flat|tile|cast|transpose|quant|block|groups)"),
     # of experts: ours, and Transformer Engine's
     (ROUTING, r"^_(un)?permute_|^_row_id_map_|chunk_sort_map|sort_chunks_by_map|fused_router|multi_(un)?padding"),
     # libraries

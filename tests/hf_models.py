@@ -12,6 +12,9 @@ from megatron_fp8.checkpoint.hf.families import parameters
 
 SAVED = {  # the arguments in a stock checkpoint of a small Llama
     "num_layers": 2,
+    "num_experts": None,
+    "moe_ffn_hidden_size": None,
+    "moe_router_topk": None,
     "hidden_size": 24,
     "ffn_hidden_size": 40,
     "num_attention_heads": 6,

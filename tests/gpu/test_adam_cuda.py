@@ -13,7 +13,7 @@ import math
 
 import pytest
 import torch
-from test_ops_cuda import DEVICE, INTERPRETED, same
+from test_ops_cuda import DEVICE, INTERPRETED, named_parts, same
 
 from megatron_fp8.numerics import BLOCK, E4M3, BlockScaled, ScaledTensor
 from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
@@ -76,7 +76,7 @@ def to_device(state):
         return state.clone().to(DEVICE)
     if isinstance(state, tuple):
         return tuple(part.to(DEVICE) for part in state)  # keeps the strides
-    return type(state)(**{name: to_device(part) for name, part in vars(state).items() if part is not None})
+    return type(state)(**{name: to_device(part) for name, part in named_parts(state)})
 
 
 def to_view(state, n: int):
@@ -87,7 +87,7 @@ def to_view(state, n: int):
 
 
 def parts(state) -> list[torch.Tensor]:
-    return [state] if isinstance(state, torch.Tensor) else [part for part in vars(state).values() if part is not None]
+    return [state] if isinstance(state, torch.Tensor) else [part for _, part in named_parts(state)]
 
 
 def step(gradient, state, hyper, grad_scale, weight_scale, largest) -> torch.Tensor:

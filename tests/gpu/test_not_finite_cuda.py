@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from test_ops_cuda import DEVICE, INTERPRETED, formats, put
+from test_ops_cuda import DEVICE, INTERPRETED, formats, named_parts, put
 
 from megatron_fp8.numerics import BLOCK, E4M3, E5M2, ScaledTensor
 from megatron_fp8.numerics.blocks import SHARD_UNIT, PackedBlocks
@@ -177,7 +177,7 @@ def test_adam():
     payload = torch.zeros(n, dtype=torch.uint8).view(E4M3.dtype)
     state = [reference.quantize_blocks(zeros), reference.quantize_blocks(zeros), w, ScaledTensor(payload, ONE)]
     there = [
-        type(part)(**{name: put(t.clone()) for name, t in vars(part).items() if t is not None})
+        type(part)(**{name: put(t.clone()) for name, t in named_parts(part)})
         if not isinstance(part, torch.Tensor)
         else put(part.clone())
         for part in state

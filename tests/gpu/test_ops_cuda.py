@@ -3,6 +3,7 @@
 tests/unit/test_triton_interpreter.py runs this file without a GPU too, through Triton's interpreter.
 """
 
+import dataclasses
 import math
 import os
 from types import SimpleNamespace
@@ -70,6 +71,12 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> bool:
         return False
     a, b = got.cpu().double(), expected.cpu().double()
     return bool(((a.isnan() & b.isnan()) | ((a == b) & (a.signbit() == b.signbit()))).all())
+
+
+def named_parts(state) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of what a dataclass of tensors holds."""
+    held = [(field.name, getattr(state, field.name)) for field in dataclasses.fields(state)]
+    return [(name, part) for name, part in held if part is not None]
 
 
 def put(x: torch.Tensor, layout: str = "plain") -> torch.Tensor:

@@ -38,6 +38,7 @@ REQUIRED_OF = {  # beside those; what transformers makes of their absence, or of
     **{"mistral": {"num_key_value_heads"}, "qwen2": {"num_key_value_heads"}},
     "qwen3": {"num_key_value_heads", "head_dim"},
 }
+EXPERT_COUNTS = "num_local_experts num_experts num_experts_per_tok moe_intermediate_size".split()
 SHARES = "attention_dropout hidden_dropout attn_pdrop resid_pdrop embd_pdrop".split()
 ONE_VALUE = """use_parallel_residual scale_attn_weights scale_attn_by_inverse_layer_idx add_cross_attention
 attention_bias use_sliding_window""".split()
@@ -45,6 +46,10 @@ NONSENSE = {
     **{key: [*NO_COUNT, None] for key in COUNTS},
     **{key: NO_COUNT for key in ("num_key_value_heads", "head_dim", "n_inner")},  # null: the default
     "sliding_window": NO_COUNT,  # null: none
+    **{key: [*NO_COUNT, None] for key in EXPERT_COUNTS},
+    "norm_topk_prob": NO_FLAG,
+    "decoder_sparse_step": [*NO_COUNT, None, 2],  # 2: experts in each second layer
+    "mlp_only_layers": [*WORDS, [2], {}, {"a": 1}, True, 0, 1.5],
     **{key: NO_SHARE for key in SHARES},
     **{key: [*NO_POSITIVE, 1, 2.0] for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")},
     **{key: [*NO_POSITIVE, 1, 10000.5] for key in ("rope_theta", "rotary_emb_base")},
@@ -54,7 +59,7 @@ NONSENSE = {
     **{key: [*NEVER, None, -1, 1.5] for key in ONE_VALUE},  # 0 is false
     **{key: [*NEVER, None, True, 0, "relu"] for key in ("hidden_act", "activation_function")},
     **{key: NO_ROPE for key in ("rope_scaling", "rope_parameters")},
-    "model_type": [*NEVER, None, True, 0, "mixtral"],
+    "model_type": [*NEVER, None, True, 0, "deepseek_v3"],
 }
 NO_MATTER = {"architectures", "torch_dtype", "bos_token_id", "eos_token_id"}
 

@@ -7,7 +7,6 @@ from typing import Literal
 from ...errors import UserError
 from ...flags.level import CELLS
 from ...flags.numeric_checks import FEW_MICRO_BATCHES
-from ...flags.stock import FETCHED_ABOVE
 from .job import Job
 from .systems import System
 
@@ -115,6 +114,8 @@ class Workload:
     @property
     def fetches(self) -> bool:
         """Whether a level's context parallelism fetches K and V from rank after rank."""
+        from ...flags.stock import FETCHED_ABOVE  # late: a mistake in the flags must not wait for torch
+
         whole = 4 * self.tokens * self.context * self.groups / self.tensor
         return self.keys == "fetched" and whole > FETCHED_ABOVE
 
