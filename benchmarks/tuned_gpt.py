@@ -62,6 +62,7 @@ def sum_held_out() -> None:
     stock = training.get_forward_backward_func
     sums: dict[str, list[float]] = {}
 
+    @functools.wraps(stock)
     def get_forward_backward_func(*given, **names):
         schedule = stock(*given, **names)
 
@@ -90,8 +91,8 @@ def watch_updates() -> None:
     from megatron_fp8.engine import bucket
     from megatron_fp8.engine.bucket_states import read_average
     from megatron_fp8.numerics.scaled import ScaledTensor
+    from megatron_fp8.ops.adam import adam_step as in_fp32
     from megatron_fp8.ops.adam_states import read_master
-    from megatron_fp8.ops.reference_adam import adam_step as in_fp32
 
     stock, sums, steps = bucket.adam_step, [0.0, 0.0], [0]
 
