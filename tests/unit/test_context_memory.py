@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from megatron_fp8.comm import wire
+from megatron_fp8.flags import stock
 from megatron_fp8.layers import context_parallel
 from megatron_fp8.tools.perf import activations, collectives, hardware, workload
 from megatron_fp8.tools.perf.job import Job
@@ -79,7 +80,7 @@ def ranks(request, tmp_path_factory) -> list[dict]:
 
 
 def workload_of(ranks: int, fetch: bool, groups: int, monkeypatch) -> workload.Workload:
-    monkeypatch.setattr(workload, "FETCHED_ABOVE", 0)
+    monkeypatch.setattr(stock, "FETCHED_ABOVE", 0)
     job = Job(1, HEADS * WIDTH, HEADS, 128, num_query_groups=groups, position_embedding_type="rope",
               data_parallel_size=ranks)  # fmt: skip
     keys = "fetched" if fetch else "gathered"
