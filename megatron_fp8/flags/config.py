@@ -48,8 +48,8 @@ LM_HEAD = Flag(
 )
 EXPERTS = Flag(
     "--fp8-experts",
-    "Run routed experts in FP8 too, one by one, or together with --moe-grouped-gemm; store and update their weights as "
-    "the level does. Needs --num-experts without biases. Training with it was not measured on a GPU. In no level.",
+    "Run routed experts in FP8 too, one by one; with --moe-grouped-gemm their rows are cast together. Store and update "
+    "their weights as the level does. Needs --num-experts without biases. No GPU has trained with it. In no level.",
 )
 ALL = (
     *level.FLAGS,

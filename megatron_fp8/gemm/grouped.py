@@ -3,9 +3,9 @@
     rows    Y (R', N)     = X (R', K)  W_e (N, K)^T        forward, dgrad: each expert's rows by its own weight
     sums    dW_e (N, K)   = dY_e^T X_e                     wgrad: over an expert's rows; zeros if it has none
 
-`Loop` runs one GEMM an expert, of its rows padded to a multiple of 16, on any backend (interface.py); the host has to
-know the counts. It is the reference: on the CPU its results are those of experts that run one after the other, bit for
-bit. Rows of padding beyond that multiple, and beyond the last tile, it does not write.
+Each is one GEMM an expert, of its rows padded to a multiple of 16, on any backend (interface.py), so the host has to
+know the counts. On the CPU the results are those of experts that run one after the other, bit for bit. There is no
+kernel for all experts yet; docs/performance.md says what was tried.
 """
 
 from collections.abc import Sequence
@@ -33,26 +33,30 @@ class GroupedTensor:
     columns: torch.Tensor | None
 
 
-class Loop:
-    """One GEMM an expert; see the top of the file."""
+def rows(
+    a: GroupedTensor, weights: Sequence[ScaledTensor], out: torch.Tensor, *, fast_accum: bool = False
+) -> torch.Tensor:
+    """Write each expert's rows of a (R', K) by its weight (N, K) to out (R', N), and return it.
 
-    def rows(self, a: GroupedTensor, weights: Sequence[ScaledTensor], out: torch.Tensor, fast_accum: bool) -> None:
-        """out (R', N) = each expert's rows of a (R', K), by its weight (N, K)."""
-        assert a.payload is not None
-        for part, scale_inv, weight in zip(_parts(a.groups), _apart(a.scale_inv), weights, strict=True):
-            if part.start < part.stop:
-                gemm(ScaledTensor(a.payload[part], scale_inv), weight, Epilogue(into=out[part]), fast_accum=fast_accum)
+    Rows of padding beyond a multiple of 16, and beyond the last tile, are not written.
+    """
+    assert a.payload is not None
+    for part, scale_inv, weight in zip(_parts(a.groups), _apart(a.scale_inv), weights, strict=True):
+        if part.start < part.stop:
+            gemm(ScaledTensor(a.payload[part], scale_inv), weight, Epilogue(into=out[part]), fast_accum=fast_accum)
+    return out
 
-    def sums(self, dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor], accumulate: bool) -> None:
-        """Write or add dW_e to each of `into` (N, K), of dy (R', N) and x (R', K), both by their columns."""
-        assert dy.columns is not None and x.columns is not None
-        scales = zip(_apart(dy.scale_inv), _apart(x.scale_inv), strict=True)
-        for part, (scale_dy, scale_x), place in zip(_parts(dy.groups), scales, into, strict=True):
-            if part.start < part.stop:
-                a, b = (t.columns[:, part].contiguous() for t in (dy, x) if t.columns is not None)
-                gemm(ScaledTensor(a, scale_dy), ScaledTensor(b, scale_x), Epilogue(into=place, accumulate=accumulate))
-            elif not accumulate:
-                place.zero_()
+
+def sums(dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor], *, accumulate: bool = False) -> None:
+    """Write or add dW_e to each of `into` (N, K), of dy (R', N) and x (R', K), both by their columns."""
+    assert dy.columns is not None and x.columns is not None
+    scales = zip(_apart(dy.scale_inv), _apart(x.scale_inv), strict=True)
+    for part, (scale_dy, scale_x), place in zip(_parts(dy.groups), scales, into, strict=True):
+        if part.start < part.stop:
+            a, b = (t.columns[:, part].contiguous() for t in (dy, x) if t.columns is not None)
+            gemm(ScaledTensor(a, scale_dy), ScaledTensor(b, scale_x), Epilogue(into=place, accumulate=accumulate))
+        elif not accumulate:
+            place.zero_()
 
 
 def _parts(groups: Groups) -> list[slice]:
@@ -77,20 +81,3 @@ def spaced(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         return None  # neighbours by chance, in memory of their own
     n, k = first.shape
     return first.as_strided((len(at), n, k), (step // first.itemsize, k, 1))
-
-
-LOOP = Loop()
-
-
-def rows(
-    a: GroupedTensor, weights: Sequence[ScaledTensor], dtype: torch.dtype = torch.bfloat16, *, fast_accum: bool = False
-) -> torch.Tensor:
-    """Y (R', N) of a (R', K) and each expert's weight (N, K)."""
-    out = torch.empty(a.groups.rows, weights[0].payload.shape[0], dtype=dtype, device=a.scale_inv.device)
-    LOOP.rows(a, weights, out, fast_accum)
-    return out
-
-
-def sums(dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor], *, accumulate: bool = False) -> None:
-    """Write or add each expert's dW (N, K) to its own of `into`."""
-    LOOP.sums(dy, x, into, accumulate)

@@ -1,4 +1,4 @@
-"""All experts of a rank at once: their rows in one matrix, a grouped product for each linear (gemm/grouped.py).
+"""All experts of a rank at once: their rows in one matrix; for each linear one cast and a grouped product.
 
     rows (R, h) ──cast──► q (R', h) ──fc1──► h (R', 2f) ──activation x probability──► (R', f) ──cast, fc2──► (R, h)
                  pad                                                                              cut
@@ -8,7 +8,7 @@ the casts replace it by zeros, and what is cut leaves it out. The activation fun
 multiplied in, are stock's: its MLP runs, with products of all experts in the place of its two linears.
 
 Each expert's rows are cast with its own weight's scale. So the results are those of experts that run one after the
-other, if the products are: on the CPU bit for bit (tests/unit/test_grouped_experts.py).
+other, if the products are: on the CPU bit for bit (tests/cpu/test_grouped_experts.py).
 """
 
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ class Grouped(torch.autograd.Function):
     def forward(ctx, x, anchor, bank: Bank, groups: Groups, cut: bool, training: bool):
         how = {"rows": True, "columns": anchor is not None, "training": training}
         q, w = bank.cast(x, INPUT, groups, **how), bank.quantized()
-        y = grouped.rows(q, w, x.dtype, fast_accum=True)
+        y = grouped.rows(q, w, x.new_empty(groups.rows, w[0].payload.shape[0]), fast_accum=True)
         ctx.bank, ctx.groups, ctx.w, ctx.training = bank, groups, w, training
         ctx.given = x.shape[0] != groups.rows
         if anchor is not None:
@@ -45,7 +45,10 @@ class Grouped(torch.autograd.Function):
         columns, scale_inv = ctx.saved_tensors
         bank, groups, needs_dx = ctx.bank, ctx.groups, ctx.needs_input_grad[0]
         q = bank.cast(dy, GRAD, groups, rows=needs_dx, columns=True, training=ctx.training)
-        dx = grouped.rows(q, bank.transposed(ctx.w), dy.dtype) if needs_dx else None
+        dx = None
+        if needs_dx:
+            w_t = bank.transposed(ctx.w)
+            dx = grouped.rows(q, w_t, dy.new_empty(groups.rows, w_t[0].payload.shape[0]))
         bank.take_gradients(q, grouped.GroupedTensor(groups, scale_inv, None, columns))
         if dx is not None and ctx.given:
             dx = dx.index_select(0, groups.place)

@@ -18,18 +18,18 @@ from megatron_fp8.gemm import grouped
 from megatron_fp8.layers import experts
 from megatron_fp8.ops.groups import TILE
 
-rows, sums, cast, together = grouped.LOOP.rows, grouped.LOOP.sums, ops.quantize_groups, experts.experts_together
+rows, sums, cast, together = grouped.rows, grouped.sums, ops.quantize_groups, experts.experts_together
 calls = 0
 
 
-def poisoned_rows(a, weights, out, fast_accum):
-    rows(a, weights, out.fill_(torch.nan), fast_accum)
+def poisoned_rows(a, weights, out, **how):
+    return rows(a, weights, out.fill_(torch.nan), **how)
 
 
-def poisoned_sums(dy, x, into, accumulate):
+def poisoned_sums(dy, x, into, accumulate=False):
     for place in into if not accumulate else ():
         place.fill_(torch.nan)
-    sums(dy, x, into, accumulate)
+    sums(dy, x, into, accumulate=accumulate)
 
 
 def poisoned_cast(x, groups, *args, **kwargs):
@@ -47,7 +47,7 @@ def counted(*args):
     return together(*args)
 
 
-grouped.LOOP.rows, grouped.LOOP.sums, ops.quantize_groups = poisoned_rows, poisoned_sums, poisoned_cast
+grouped.rows, grouped.sums, ops.quantize_groups = poisoned_rows, poisoned_sums, poisoned_cast
 experts.experts_together = counted
 if os.environ.get("FP8_TEST_LOOP"):
     Bank.ready = False
