@@ -31,7 +31,7 @@ BASE = (
 LEVEL = "--fp8-level O1 --fp8-gemm bf16".split()
 MARKS = {  # of a parameter, which Megatron reads, and what their absence means
     "tensor_model_parallel": False,
-    "partition_dim": -1,
+    "partition_dim": -1,  # of a tensor-parallel one: Transformer Engine gives others one too
     "sequence_parallel": False,
     "allreduce": True,
 }
@@ -142,7 +142,8 @@ def build(argv: list[str], level: bool) -> torch.nn.Module:
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
             os.environ.pop(name, None)
         seed(1)
-        return GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+        model = GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
+        return model.to(torch.cuda.current_device())  # learned positions are still on the CPU, as in Megatron
 
 
 @dataclasses.dataclass
@@ -163,9 +164,10 @@ def describe(model: torch.nn.Module) -> Description:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     marks = {
-        name: (tuple(p.shape), *(f"{mark} {getattr(p, mark, usual)}" for mark, usual in MARKS.items()))
+        name: (tuple(p.shape), *(f"{mark} {getattr(p, mark, usual)}" for mark, usual in MARKS.items()
+                                 if mark != "partition_dim" or getattr(p, "tensor_model_parallel", False)))
         for name, p in model.named_parameters()
-    }
+    }  # fmt: skip
     initial, generators = {}, {}
     drawn = "weight", "bias"  # Transformer Engine leaves a sink of the softmax as its memory was
     if model.config.perform_initialization:

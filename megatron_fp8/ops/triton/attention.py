@@ -29,6 +29,8 @@ def _attention_merge_kernel(
     mine, other = lse_ptr + head.to(tl.int64) * S + rows, part_lse_ptr + head.to(tl.int64) * (S - first) + rows - first
     a = tl.load(mine, mask=there, other=0.0)
     b = tl.load(other, mask=merges, other=float("-inf"))
+    # There are more threads than rows: several hold a row's logarithm. All of them read it before one overwrites it.
+    tl.debug_barrier()
     most = tl.maximum(a, b)
     whole = most + tl.log(tl.exp(a - most) + tl.exp(b - most))
     tl.store(mine, whole, mask=merges)

@@ -34,6 +34,7 @@ def _parts_sum_kernel(
     found = tl.sum(total, 0)
     if ADD:
         found += tl.load(out, mask=cols < K, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # several threads read a column, and one writes it
     tl.store(out, found.to(first_ptr.dtype.element_ty), mask=cols < K)
 
 
