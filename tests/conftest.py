@@ -20,6 +20,20 @@ test_slurm_script test_sft_runs test_injections test_launch_script test_reduce t
 test_contributing test_entry test_bisect""".split()
 
 
+def _worker() -> int:
+    """This process's number among xdist's workers; 0 without xdist."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+def _begin_ranks_at_a_gpu_of_this_worker(count: int) -> None:
+    """Name this machine's `count` GPUs in another order for the processes that tests start: with four GPUs, ranks of
+    the first worker's two-GPU tests take 0 and 1, those of the second worker's 2 and 3. This process has started its
+    driver and reads the variable no more."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    first = 2 * _worker() + 2 * _worker() // count  # once round, one further: 1 and 2, then 3 and 0
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen[(first + i) % count] for i in range(count))
+
+
 def _why_no_fp8_gpu() -> str | None:
     import torch  # seconds, which the process that only hands out tests does not need
 
@@ -59,8 +73,7 @@ def _one_gpu_of_several(request):
         return
     import torch
 
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    torch.cuda.set_device(int(worker) % torch.cuda.device_count())
+    torch.cuda.set_device(_worker() % torch.cuda.device_count())
     yield
     torch.cuda.empty_cache()
 
@@ -81,3 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    else:
+        import torch
+
+        _begin_ranks_at_a_gpu_of_this_worker(torch.cuda.device_count())
