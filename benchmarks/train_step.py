@@ -248,6 +248,11 @@ def stamp() -> dict:
     return {"gpu": gpu, "torch": torch.__version__, "commit": commit(), "date": date}
 
 
+def least_iterations(warmup: int) -> int:
+    """The steps of the shortest run that has a figure: one line of the log after the warm-up, and the profiled step."""
+    return -(-warmup // EVERY) * EVERY + EVERY + 2
+
+
 def arguments(description: str, systems: list[str], add=lambda parser: None, argv=None) -> argparse.Namespace:
     """Parse the command line, or argv. `args.mbs` has every system's micro-batch, `args.extra` flags for Megatron."""
     parser = argparse.ArgumentParser(description=description)
@@ -264,7 +269,7 @@ def arguments(description: str, systems: list[str], add=lambda parser: None, arg
     parser.add_argument("--logs", help="keep each run's log in this folder")
     add(parser)
     args, args.extra = parser.parse_known_args(argv)
-    if (least := -(-args.warmup // EVERY) * EVERY + EVERY + 2) > args.iterations:
+    if (least := least_iterations(args.warmup)) > args.iterations:
         parser.error(f"--iterations {args.iterations}: with --warmup {args.warmup} {least} are the least")
     said = "said by --mbs SYSTEM=N and --gbs N here"
     for flag, why in {
@@ -281,6 +286,12 @@ def arguments(description: str, systems: list[str], add=lambda parser: None, arg
             parser.error(f"--mbs {choice}: SYSTEM=N is meant, and a system of --systems")
         args.mbs[system] = int(n)
     return args
+
+
+def flat(row: Mapping) -> dict:
+    """A run's columns of the CSV."""
+    profile = {f"profile_{name}": json.dumps(row["profile"].get(name)) for name in PROFILED}
+    return {name: row[name] for name in RUN} | profile
 
 
 def check_columns(path: str | None, columns: list[str]) -> None:
@@ -333,10 +344,8 @@ def main() -> None:
     same = {**stamp(), "shape": " ".join([args.shape, *args.extra]), "nproc": args.nproc, "gbs": args.gbs}
 
     def keep(row: dict) -> None:  # write at once, because the next system may never end
-        if not args.csv:
-            return
-        profile = {f"profile_{k}": json.dumps(row["profile"].get(k)) for k in PROFILED}
-        append(args.csv, COLUMNS, [same | {k: row[k] for k in RUN} | profile])
+        if args.csv:
+            append(args.csv, COLUMNS, [same | flat(row)])
 
     measure(args, keep)
 
