@@ -6,8 +6,8 @@
     python benchmarks/eight.py --nproc 2 --arms tiny:O3:2 tiny:bf16-local:2                        any machine
 
 An arm is SHAPE:SYSTEM:MICRO-BATCH, with train_step.py's shapes and systems. Each arm is a run of its own, and the
-script fits a call of ten minutes: an arm begins only if the time that the longest one took is left of --minutes, and
-what is cut off has no row. Rows are written at once, in train_step.py's columns. An arm that the estimate says needs
+script fits a call of ten minutes: an arm begins only if as much of --minutes is left as the longest one took, and one
+that is cut off has no row. Rows are written at once, in train_step.py's columns. An arm that the estimate says needs
 more memory than a GPU has is not tried.
 
     175b         tensor and sequence parallelism over all GPUs, sequence 2,048
@@ -93,7 +93,8 @@ def arm_of(name: str) -> Arm:
     """The arm that --arms names."""
     shape, _, rest = name.partition(":")
     system, _, size = rest.partition(":")
-    if shape not in LAYOUTS or system not in SYSTEMS or not size.isdecimal() or BATCH % max(1, int(size)):
+    divides = size.isdecimal() and int(size) > 0 and BATCH % int(size) == 0
+    if shape not in LAYOUTS or system not in SYSTEMS or not divides:
         raise argparse.ArgumentTypeError(
             f"{name}: SHAPE:SYSTEM:MICRO-BATCH is meant; shapes are {', '.join(LAYOUTS)}, systems train_step.py's, and "
             f"the micro-batch divides {BATCH}"
@@ -241,7 +242,7 @@ def measure(args: Namespace, plan: Sequence[dict], on: Hardware, began: float, k
     longest = 0.0
     for i, row in enumerate(plan):
         left = 60 * args.minutes - (time.monotonic() - began)
-        if left <= longest:
+        if left < longest:
             later = " ".join(str(Arm(r["shape"].split()[0], r["system"], r["mbs"])) for r in plan[i:])
             print(f"{left:.0f} s are left: not begun: --arms {later}", flush=True)
             return
