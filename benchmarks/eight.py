@@ -5,18 +5,20 @@
     python benchmarks/eight.py --nproc 8 --table --csv benchmarks/results/eight.csv               runs nothing
     python benchmarks/eight.py --nproc 2 --arms tiny:O3:2 tiny:bf16-local:2                        any machine
 
-An arm is SHAPE:SYSTEM:MICRO-BATCH, with train_step.py's shapes and systems. Each arm is a run of its own, and the
+An arm is LAYOUT:SYSTEM:MICRO-BATCH, with train_step.py's systems. Each arm is a run of its own, and the
 script fits a call of ten minutes: an arm begins only if as much of --minutes is left as the longest one took, and one
 that is cut off has no row. Rows are written at once, in train_step.py's columns. An arm that the estimate says needs
 more memory than a GPU has is not tried.
 
-    175b         tensor and sequence parallelism over all GPUs, sequence 2,048
-    qwen3-moe    expert parallelism over all GPUs, sequence 4,096
-    13b-whole    tensor and sequence parallelism over half of the GPUs, two data-parallel ranks
+    175b         layers of GPT-175B, tensor and sequence parallelism over all GPUs, sequence 2,048
+    175b-dp2     the same layers; half as many tensor-parallel ranks, two data-parallel ones
+    qwen3-moe    layers of Qwen3-30B-A3B, expert parallelism over all GPUs, sequence 4,096
+    13b-whole    GPT-13B in the layout of 175b-dp2
 
-A step has 16 sequences. Every system trains the same model, whose layers are as many as fit 80 GB in all of them, with
-2 GB to spare (LAYERS). By the estimate Transformer Engine needs most: at micro-batch 4 it has room for 3, 7 and 15 of
-GPT-175B's layers on two, four and eight GPUs. Stock BF16 alone would have room for 3, 8 and 17.
+A step has 16 sequences. Every system trains the same model. Its layers are as many as fit 80 GB in all systems, with
+2 GB to spare, in the first layout (LAYERS). By the estimate Transformer Engine needs most: at micro-batch 4 it has room
+for 3, 7 and 15 of GPT-175B's layers on two, four and eight GPUs. Stock BF16 alone would have room for 3, 8 and 17. At O3
+there is room for 175b-dp2 too, in the others there is not.
 
 The table has each measured figure with the estimate of `megatron-fp8 estimate` and its error behind it; a figure that
 was not measured has the estimate alone. Bare collectives are the profiled step's, on rank 0: the time in which nothing
@@ -52,12 +54,14 @@ LAYERS = {
     # the rest is for the logits, 6 GB, and for activations, whose size depends on the router.
     "qwen3-moe": {2: 8, 4: 14, 8: 24},
 }
-OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
-LAYOUTS = {
-    "175b": "--tensor-model-parallel-size={gpus} --sequence-parallel",
-    "qwen3-moe": "--expert-model-parallel-size={gpus}",
-    "13b-whole": "--tensor-model-parallel-size={half} --sequence-parallel " + OVERLAP,
-    "tiny": "--tensor-model-parallel-size={gpus}",
+_TENSOR = "--tensor-model-parallel-size={gpus} --sequence-parallel"
+_TWO_REPLICAS = "--tensor-model-parallel-size={half} --sequence-parallel --overlap-grad-reduce --overlap-param-gather"
+LAYOUTS = {  # by name: train_step.py's shape, and flags
+    "175b": ("175b", _TENSOR),
+    "175b-dp2": ("175b", _TWO_REPLICAS),
+    "qwen3-moe": ("qwen3-moe", "--expert-model-parallel-size={gpus}"),
+    "13b-whole": ("13b-whole", _TWO_REPLICAS),
+    "tiny": ("tiny", "--tensor-model-parallel-size={gpus}"),
 }
 OVER = 0.02  # an arm is tried if the estimate exceeds the GPU by this share or less: it was wrong by as much at worst
 IDENTITY = ("shape", "nproc", "gbs", "system", "mbs")  # the columns that say which arm a row is of
@@ -68,22 +72,23 @@ type Figures = dict[str, float]
 
 
 class Arm(NamedTuple):
-    shape: str
+    layout: str
     system: str
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{self.shape}:{self.system}:{self.micro_batch}"
+        return f"{self.layout}:{self.system}:{self.micro_batch}"
 
 
-def _arms(shape: str, systems: str, micro_batch: int) -> list[Arm]:
-    return [Arm(shape, system, micro_batch) for system in systems.split()]
+def _arms(layout: str, systems: str, micro_batch: int) -> list[Arm]:
+    return [Arm(layout, system, micro_batch) for system in systems.split()]
 
 
 PLAN = [  # the most important first: the time may end before the last
     *_arms("175b", "O3-graph te-delayed-graph bf16 O3 te-delayed", 1),
     *_arms("175b", "O3-graph te-delayed-graph bf16", 2),
     *_arms("175b", "O3-graph te-delayed-graph bf16", 4),
+    *_arms("175b-dp2", "O3-graph", 4),
     *_arms("qwen3-moe", "O3-experts-grouped te-delayed-experts", 1),
     *_arms("13b-whole", "O3-graph te-delayed-graph", 2),
 ]
@@ -91,24 +96,23 @@ PLAN = [  # the most important first: the time may end before the last
 
 def arm_of(name: str) -> Arm:
     """The arm that --arms names."""
-    shape, _, rest = name.partition(":")
+    layout, _, rest = name.partition(":")
     system, _, size = rest.partition(":")
     divides = size.isdecimal() and int(size) > 0 and BATCH % int(size) == 0
-    if shape not in LAYOUTS or system not in SYSTEMS or not divides:
+    if layout not in LAYOUTS or system not in SYSTEMS or not divides:
         raise argparse.ArgumentTypeError(
-            f"{name}: SHAPE:SYSTEM:MICRO-BATCH is meant; shapes are {', '.join(LAYOUTS)}, systems train_step.py's, and "
-            f"the micro-batch divides {BATCH}"
+            f"{name}: LAYOUT:SYSTEM:MICRO-BATCH is meant; layouts are {', '.join(LAYOUTS)}, systems train_step.py's, "
+            f"and the micro-batch divides {BATCH}"
         )
-    return Arm(shape, system, int(size))
+    return Arm(layout, system, int(size))
 
 
-def settings(arm: Arm, gpus: int, layers: int | None, extra: Sequence[str] = ()) -> dict:
+def settings(arm: Arm, gpus: int, layers: int | None = None, extra: Sequence[str] = ()) -> dict:
     """The columns of a row that are known before it is measured. layers: None for LAYERS'."""
-    words = []
-    if count := layers or LAYERS.get(arm.shape, {}).get(gpus):
-        words.append(f"--num-layers={count}")
-    words += LAYOUTS[arm.shape].format(gpus=gpus, half=gpus // 2).split()
-    shape = " ".join([arm.shape, *words, *extra])
+    shape, flags = LAYOUTS[arm.layout]
+    count = layers or LAYERS.get(shape, {}).get(gpus)
+    words = [shape, *([f"--num-layers={count}"] if count else []), *flags.format(gpus=gpus, half=gpus // 2).split()]
+    shape = " ".join([*words, *extra])
     return {"shape": shape, "nproc": gpus, "gbs": BATCH, "system": arm.system, "mbs": arm.micro_batch}
 
 
@@ -167,24 +171,41 @@ def compare(rows: Sequence[Mapping], figures: Sequence[Figures]) -> None:
 
 
 def table(rows: Sequence[Mapping], on: Hardware) -> str:
-    """Markdown: a table for each model and layout, an arm a line; beneath it the fastest of each kind of system."""
+    """Markdown: a table for each model, an arm a line; beneath it the fastest of each kind of system."""
     said = []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        of = [row for row in rows if row["shape"] == shape]
+    for model in dict.fromkeys(_model(row) for row in rows):
+        of = [row for row in rows if _model(row) == model]
         estimates = [predicted(row, on) for row in of]
-        found, model = [measured(row) for row in of], [modelled(e) for e in estimates]
+        found, by_model = [measured(row) for row in of], [modelled(e) for e in estimates]
         compare(of, found)
-        compare(of, model)
+        compare(of, by_model)
         lines = []
-        for row, e, own, by_model in zip(of, estimates, found, model, strict=True):
-            cells = {"arm": f"{row['system']}, MBS {row['mbs']}"}
-            cells |= {name: _cell(name, own.get(name), by_model.get(name)) for name in FORMS}
-            cells["model: GB left"] = f"{e.room():.1f}" if e else ""
+        for row, e, own, modelled_ in zip(of, estimates, found, by_model, strict=True):
+            cells = {"arm": _name(row)}
+            cells |= {name: _cell(name, own.get(name), modelled_.get(name)) for name in FORMS}
+            cells["GB left"] = f"({e.room():.1f})" if e else ""
             lines.append(cells)
-        said += [f"{shape}; {of[0]['nproc']} GPUs, global batch {of[0]['gbs']}; {on.name}", "",
+        said += [f"**{model}, {of[0]['nproc']} GPUs ({on.name}), global batch {of[0]['gbs']}**", "",
                  render(lines, "markdown"), "", *_fastest(of, found, "Measured"),
-                 *_fastest(of, model, "By the estimate"), ""]  # fmt: skip
+                 *_fastest(of, by_model, "By the estimate"), ""]  # fmt: skip
     return "\n".join(said)
+
+
+def _model(row: Mapping) -> str:
+    return f"{row['shape'].split()[0]}, {dimensions(flags_of(row)).num_layers} layers"
+
+
+def _name(row: Mapping) -> str:
+    return f"{row['system']}, {_layout(row)}, MBS {row['mbs']}"
+
+
+def _layout(row: Mapping) -> str:
+    """A row's ranks, as "TP 4", "TP 2 DP 2" or "EP 4"."""
+    sizes = dict(word.split("=") for word in row["shape"].split() if "-parallel-size=" in word)
+    tensor, experts = (int(sizes.get(f"--{kind}-model-parallel-size", 1)) for kind in ("tensor", "expert"))
+    data = int(row["nproc"]) // tensor
+    of = {"TP": tensor, "EP": experts, "DP": data if experts == 1 else 1}
+    return " ".join(f"{name} {size}" for name, size in of.items() if size > 1)
 
 
 def _cell(name: str, own: float | None, model: float | None) -> str:
@@ -202,7 +223,7 @@ def _fastest(rows: Sequence[Mapping], figures: Sequence[Figures], whose: str) ->
     for row, found in zip(rows, figures, strict=True):
         kind = next(kind for kind in ("O", "te-", "bf16") if row["system"].startswith(kind))
         if found and (kind not in best or found["ms"] < best[kind][0]):
-            best[kind] = found["ms"], f"{row['system']}, MBS {row['mbs']}"
+            best[kind] = found["ms"], _name(row)
     if "O" not in best or len(best) == 1:
         return []
     ours, name = best.pop("O")
@@ -234,39 +255,43 @@ def _hardware(gpu: str) -> Hardware:
     return hardware.load(name)
 
 
-def measure(args: Namespace, plan: Sequence[dict], on: Hardware, began: float, keep: Callable[[dict], None]) -> None:
-    """Run the arms of the plan's rows, as long as there is time. keep: takes each row.
+def measure(args: Namespace, on: Hardware, began: float, keep: Callable[[dict], None]) -> None:
+    """Run the arms as long as there is time. keep: takes each row.
 
     began: when the call began, in time.monotonic()'s seconds.
     """
     longest = 0.0
-    for i, row in enumerate(plan):
+    for i, arm in enumerate(args.arms):
         left = 60 * args.minutes - (time.monotonic() - began)
         if left < longest:
-            later = " ".join(str(Arm(r["shape"].split()[0], r["system"], r["mbs"])) for r in plan[i:])
-            print(f"{left:.0f} s are left: not begun: --arms {later}", flush=True)
+            print(f"{left:.0f} s are left: not begun: --arms {' '.join(map(str, args.arms[i:]))}", flush=True)
             return
+        row = settings(arm, args.nproc, args.layers, args.extra)
         e = predicted(row, on)
         if e is not None and e.room() < -OVER * e.peak:
-            print(f"{row['system']} MBS {row['mbs']} of {row['shape']}: not tried: the estimate has {e.peak:.1f} GB, "
-                  f"{-e.room():.1f} too many", flush=True)  # fmt: skip
+            print(f"{arm}: not tried: the estimate has {e.peak:.1f} GB, {-e.room():.1f} too many", flush=True)
             continue
-        shape, *extra = row["shape"].split()
-        options = {"systems": [row["system"]], "mbs": {row["system"]: row["mbs"]}, "shape": shape, "gbs": row["gbs"]}
-        options |= {"extra": extra, "timeout": min(args.timeout, left)}
-        if args.logs:
-            options["logs"] = f"{args.logs}/{shape}-{row['mbs']}"
-        print(f"{row['shape']}, {row['nproc']} GPUs:", flush=True)
+        print(f"{arm}, {_layout(row)}:", flush=True)
         start = time.monotonic()
-        train_step.measure(Namespace(**{**vars(args), **options}), lambda found, row=row: keep(row | found))
+        train_step.measure(_options(args, arm, row, left), lambda found, row=row: keep(row | found))
         longest = max(longest, time.monotonic() - start)
+
+
+def _options(args: Namespace, arm: Arm, row: Mapping, left: float) -> Namespace:
+    """The arguments of train_step.py for an arm that has `left` seconds."""
+    shape, *extra = row["shape"].split()
+    options = {"systems": [arm.system], "mbs": {arm.system: arm.micro_batch}, "shape": shape, "extra": extra}
+    options |= {"gbs": row["gbs"], "timeout": min(args.timeout, left)}
+    if args.logs:
+        options["logs"] = f"{args.logs}/{arm.layout}-{arm.micro_batch}"
+    return Namespace(**{**vars(args), **options})
 
 
 def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line, or argv. `args.extra` has flags for Megatron, which every arm gets."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--nproc", type=int, choices=GPUS, default=8, help="GPUs")
-    parser.add_argument("--arms", nargs="+", type=arm_of, default=PLAN, metavar="SHAPE:SYSTEM:MICRO-BATCH")
+    parser.add_argument("--arms", nargs="+", type=arm_of, default=PLAN, metavar="LAYOUT:SYSTEM:MICRO-BATCH")
     parser.add_argument("--minutes", type=float, default=9, help="for the whole call")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for an arm")
     parser.add_argument("--layers", type=int, help="of every arm, instead of as many as fit")
@@ -302,7 +327,7 @@ def main() -> None:
         if args.csv:
             train_step.append(args.csv, COLUMNS, [row])
 
-    measure(args, plan, on, began, keep)
+    measure(args, on, began, keep)
     print("\n" + table(merged(plan, kept), on), flush=True)
 
 

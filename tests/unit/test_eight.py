@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-from argparse import Namespace
 
 import pytest
 from launch import ROOT
@@ -24,8 +23,8 @@ PROFILE = {"collectives": {"ReduceScatter": {"kernels": 3, "ms": 9.0, "exposed_m
 @pytest.mark.parametrize("gpus", eight.GPUS)
 def test_as_many_layers_as_fit_every_system(gpus):
     """At the plan's largest micro-batch all systems leave 2 GB; with a layer more one of them does not."""
-    largest = max(arm.micro_batch for arm in eight.PLAN if arm.shape == "175b")
-    arms = [arm for arm in eight.PLAN if arm.shape == "175b" and arm.micro_batch == largest]
+    largest = max(arm.micro_batch for arm in eight.PLAN if arm.layout == "175b")
+    arms = [arm for arm in eight.PLAN if arm.layout == "175b" and arm.micro_batch == largest]
     assert {arm.system for arm in arms} >= {"O3-graph", "te-delayed-graph", "bf16"}
     layers = eight.LAYERS["175b"][gpus]
 
@@ -39,19 +38,19 @@ def test_as_many_layers_as_fit_every_system(gpus):
 @pytest.mark.parametrize("gpus", eight.GPUS)
 def test_the_plan(gpus):
     """The arms that all claims need come first; each arm's flags are its shape's, its layout's and its system's."""
-    first = [(arm.shape, arm.system, arm.micro_batch) for arm in eight.PLAN[:3]]
+    first = [tuple(arm) for arm in eight.PLAN[:3]]
     assert first == [("175b", "O3-graph", 1), ("175b", "te-delayed-graph", 1), ("175b", "bf16", 1)]
     for arm in eight.PLAN:
         assert arm.system in train_step.SYSTEMS and eight.arm_of(str(arm)) == arm
-        row = eight.settings(arm, gpus, None)
-        flags = eight.flags_of(row)
+        flags = eight.flags_of(eight.settings(arm, gpus))
         of = dict(word.split("=") for word in flags if "=" in word)
         split = {"175b": "--tensor-model-parallel-size", "qwen3-moe": "--expert-model-parallel-size"}
-        if arm.shape in split:
-            assert int(of[split[arm.shape]]) == gpus
-            assert int(of["--num-layers"]) == eight.LAYERS[arm.shape][gpus]
+        if arm.layout in split:
+            assert int(of[split[arm.layout]]) == gpus
         else:
-            assert int(of["--tensor-model-parallel-size"]) == gpus // 2
+            assert int(of["--tensor-model-parallel-size"]) == gpus // 2 and "--overlap-grad-reduce" in flags
+        if (layers := eight.LAYERS.get(eight.LAYOUTS[arm.layout][0])) is not None:
+            assert int(of["--num-layers"]) == layers[gpus]
         assert of["--micro-batch-size"] == str(arm.micro_batch) and of["--global-batch-size"] == "16"
         assert " ".join(flags).endswith(train_step.SYSTEMS[arm.system].flags)
 
@@ -86,11 +85,12 @@ def test_no_arm_begins_that_would_end_too_late(minutes, begun, monkeypatch, caps
     monkeypatch.setattr(train_step, "measure", measure)
     monkeypatch.setattr(eight.time, "monotonic", lambda: clock[0])
     args = eight.arguments(f"--nproc 4 --minutes {minutes}".split())
-    plan, kept = [eight.settings(arm, 4, None) for arm in eight.PLAN[:3]], []
-    eight.measure(args, plan, H100, 100.0, kept.append)
+    args.arms, kept = eight.PLAN[:3], []
+    eight.measure(args, H100, 100.0, kept.append)
     assert len(started) == len(kept) == begun
     assert [row["system"] for row in kept] == [arm.system for arm in eight.PLAN[:begun]]
-    assert started[0] == (["O3-graph"], {"O3-graph": 1}, "175b", plan[0]["shape"].split()[1:])
+    flags = "--num-layers=7 --tensor-model-parallel-size=4 --sequence-parallel".split()
+    assert started[0] == (["O3-graph"], {"O3-graph": 1}, "175b", flags)
     said = capsys.readouterr().out
     for arm in eight.PLAN[:3]:
         assert (f" {arm}" in said) == (arm in eight.PLAN[begun:3])
@@ -100,11 +100,10 @@ def test_an_arm_that_cannot_fit_is_not_tried(monkeypatch, capsys):
     """Transformer Engine's whole GPT-13B over two tensor-parallel ranks needs 103 GB of an H100's 82."""
     started = []
     monkeypatch.setattr(train_step, "measure", lambda options, keep: started.append(options.systems))
-    plan = [eight.settings(arm, 4, None) for arm in eight.PLAN if arm.shape == "13b-whole"]
-    args = eight.arguments(["--nproc", "4"])
-    eight.measure(args, plan, H100, eight.time.monotonic(), lambda row: None)
-    assert started == [["O3-graph"]] and "te-delayed-graph MBS 2" in capsys.readouterr().out
-    eight.measure(args, plan, hardware.load("h200"), eight.time.monotonic(), lambda row: None)
+    args = eight.arguments("--nproc 4 --arms 13b-whole:O3-graph:2 13b-whole:te-delayed-graph:2".split())
+    eight.measure(args, H100, eight.time.monotonic(), lambda row: None)
+    assert started == [["O3-graph"]] and "13b-whole:te-delayed-graph:2: not tried" in capsys.readouterr().out
+    eight.measure(args, hardware.load("h200"), eight.time.monotonic(), lambda row: None)
     assert started[1:] == [["O3-graph"], ["te-delayed-graph"]]
 
 
@@ -117,7 +116,7 @@ def cells(page: str) -> dict[str, dict[str, str]]:
 
 def test_the_table_has_what_was_measured_beside_the_estimate(tmp_path):
     """Rows go through the file; of two of one arm the last counts, and of another GPU none."""
-    plan = [eight.settings(arm, 4, None) for arm in eight.PLAN if arm.shape == "175b"]
+    plan = [eight.settings(arm, 4) for arm in eight.PLAN if arm.layout.startswith("175b")]
     path, stamp = str(tmp_path / "x.csv"), {"torch": "", "commit": "", "date": ""}
     times = {("O3-graph", 1): 700.0, ("te-delayed-graph", 1): 910.0, ("te-delayed", 1): 1000.0, ("bf16", 1): 1400.0,
              ("O3-graph", 2): 680.0}  # fmt: skip
@@ -129,8 +128,10 @@ def test_the_table_has_what_was_measured_beside_the_estimate(tmp_path):
                 train_step.append(path, train_step.COLUMNS, [stamp | {"gpu": gpu} | row | own])
     page = eight.table(eight.merged(plan, eight.known_rows(path, H100)), H100)
     found = cells(page)
-    assert list(found) == [f"{row['system']}, MBS {row['mbs']}" for row in plan]
-    ours = found["O3-graph, MBS 1"]
+    layouts = {"4": "TP 4", "2": "TP 2 DP 2"}
+    assert list(found) == [f"{row['system']}, {layouts[row['shape'].partition('size=')[2][0]]}, MBS {row['mbs']}"
+                           for row in plan]  # fmt: skip
+    ours = found["O3-graph, TP 4, MBS 1"]
     e = eight.predicted(plan[0], H100)
     assert e and ours["ms"] == f"700.0 ({e.ms:.1f}, {e.ms / 700 - 1:+.1%})"
     assert ours["x TE's best"].split()[0] == "1.30" and ours["x BF16"].split()[0] == "2.00"
@@ -139,17 +140,17 @@ def test_the_table_has_what_was_measured_beside_the_estimate(tmp_path):
     assert float(ours["GB after a step"].split()[0]) == pytest.approx(30e3 * MIB, abs=0.06)
     assert float(ours["peak GB"].split()[0]) == pytest.approx(32e3 * MIB, abs=0.06)
     assert ours["bare ms"].split()[0] == "6"  # 5.75
-    assert found["te-delayed, MBS 1"]["x TE's best"].split()[0] == "0.91"
-    alone = found["O3-graph, MBS 2"]["x TE's best"]  # no other arm of that micro-batch was measured
-    assert alone.startswith("(") and found["bf16, MBS 4"]["ms"].startswith("(")
+    assert found["te-delayed, TP 4, MBS 1"]["x TE's best"].split()[0] == "0.91"
+    alone = found["O3-graph, TP 4, MBS 2"]["x TE's best"]  # no other arm of that micro-batch was measured
+    assert alone.startswith("(") and found["bf16, TP 4, MBS 4"]["ms"].startswith("(")
     measured, estimated = [line for line in page.splitlines() if "the fastest of each" in line]
-    assert "O3-graph, MBS 2, 680.0 ms, 1.34 times te-delayed-graph, MBS 1" in measured
-    assert "MBS 4" in estimated
+    assert "O3-graph, TP 4, MBS 2, 680.0 ms, 1.34 times te-delayed-graph, TP 4, MBS 1" in measured
+    assert "O3-graph, TP 2 DP 2, MBS 4" in estimated  # the saved memory has room for it
 
 
 def test_experts_have_no_estimate_until_it_covers_them():
     """A row without an estimate shows what was measured alone."""
-    (row, *_) = (eight.settings(arm, 4, None) for arm in eight.PLAN if arm.shape == "qwen3-moe")
+    (row, *_) = (eight.settings(arm, 4) for arm in eight.PLAN if arm.layout == "qwen3-moe")
     e = eight.predicted(row, H100)
     measured = row | train_step.flat(figures(500.0)) | {"system": row["system"], "mbs": row["mbs"]}
     (line,) = cells(eight.table([measured], H100)).values()
@@ -176,6 +177,6 @@ def test_a_small_run(tmp_path, monkeypatch, capsys):
     train_step.check_columns(str(path), train_step.COLUMNS)
     assert json.loads(rows[0]["profile_collectives"]) is None  # a CPU has no profile
     known = eight.known_rows(str(path), H100)
-    assert eight.merged([eight.settings(arm, 2, None, ["--vocab-size", "1000"]) for arm in eight.arguments(
-        words.split()).arms], known)[0]["ms"] == rows[0]["ms"]  # fmt: skip
-    assert Namespace(**rows[0]).te == "none"
+    arm = eight.arm_of("tiny:O3:2")
+    (found,) = eight.merged([eight.settings(arm, 2, extra=["--vocab-size", "1000"])], known)
+    assert found["ms"] == rows[0]["ms"] and found["te"] == "none"
