@@ -315,6 +315,11 @@ TRAINER = (
         "Appends our part to the optimizer chain of a trainer, which may have imported the function already.",
         everywhere=True,
     ),
+    Hook(
+        *("megatron.core.distributed", "finalize_model_grads", "run.gradients_finished", "model num_tokens", ENABLED),
+        "A trainer may call it itself; our gradients are summed then, too.",
+        everywhere=True,
+    ),
 )
 # Those that a script of ours puts by itself (plugin.put): its object is the "run" of the maker.
 SCORING = Hook(

@@ -15,6 +15,7 @@ parsed_runs.py does, and trainer.py for those that have no command line.
 import dataclasses
 import functools
 import os
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -69,6 +70,7 @@ class Run:
         self.same = SameEverywhere()
         self.gemms: RunGemms | None = None
         self.chunks: list = []
+        self._engines: weakref.WeakSet = weakref.WeakSet()
         self.layers_differ = False
         self.step_graph: Any = None
 
@@ -170,6 +172,19 @@ class Run:
 
         return get_megatron_optimizer
 
+    def gradients_finished(self, stock: Callable) -> Callable:
+        """finalize_model_grads, called by a trainer: the gradients of the model's FP8 linears are summed too."""
+
+        @functools.wraps(stock)
+        @torch.no_grad()
+        def finalize_model_grads(model, num_tokens=None, *args, **kwargs):
+            stock(model, num_tokens, *args, **kwargs)  # leaves the global number of tokens in num_tokens
+            for engine in self._engines:
+                if engine.model_chunks[0] is model[0]:
+                    engine.finalize_grads(num_tokens)
+
+        return finalize_model_grads
+
     def _engine_built(self, config, chunks, overrides, make: Callable[[], Any]):
         """The chain of stock's parts, which `make` builds, and ours."""
         from .checkpoint.archive import Archive
@@ -204,6 +219,7 @@ class Run:
         asked = args.ddp_bucket_size if self.parsed else chunks[0].ddp_config.bucket_size
         chain = build_optimizer(fp8, chain, config, chunks, overrides, archive, asked)
         engine, self.same.here = chain.engine, True
+        self._engines.add(engine)
         count_updates(chunks, lambda: engine.update)
         # What is said of it, and who observes it.
         say(check_chosen(fp8, chunks))

@@ -9,8 +9,8 @@
 examples/core_loop.py is such a trainer, of 110 lines. The flags are a run's (docs/flags.md), without those that
 Megatron's training loop serves: logs, probes, graphs, checkpoints. The model's own configuration says the rest.
 
-get_megatron_optimizer is hooked in megatron.core.optimizer, and in every module that has imported it by now; a module
-that is imported later finds ours.
+get_megatron_optimizer and finalize_model_grads are hooked in megatron.core, and in every module that has imported them
+by now; a module that is imported later finds ours.
 
 Not there: checkpoints of the optimizer's state, which need Megatron's arguments; what a level adapts of stock's flags
 (docs/flags.md), so that the model's configuration must fit.

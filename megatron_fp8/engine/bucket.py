@@ -28,6 +28,7 @@ from .. import ops
 from ..comm import wire
 from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
+from ..errors import UserError
 from ..numerics.blocks import BLOCK
 from ..numerics.formats import E4M3
 from ..numerics.noise import noise_seed, uniform_noise
@@ -162,9 +163,17 @@ class Bucket:
         return restore
 
     @property
+    def is_reduced(self) -> bool:
+        return self._reduced is not None
+
+    @property
     def reduced(self) -> Reduced:
         """The sum of the gradients over data parallelism, for this rank's shard, from `land` to `step`."""
-        assert self._reduced is not None
+        if self._reduced is None:
+            raise UserError(
+                "the optimizer steps before the gradients are summed: call the model's "
+                "config.finalize_model_grads_func([model]) after the backward pass, as Megatron's schedules do"
+            )
         return self._reduced
 
     @torch.no_grad()

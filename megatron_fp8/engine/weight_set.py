@@ -66,7 +66,12 @@ class WeightSet:
         self.reduction.begin_step()
 
     def sum_gradients(self, num_tokens: torch.Tensor | None) -> None:
-        """Reduce the remaining buckets; `num_tokens` (global, on the device) divides the gradients if given."""
+        """Reduce the remaining buckets; `num_tokens` (global, on the device) divides the gradients if given.
+
+        The first call of a step counts: a trainer's own function may call Megatron's, and both end here.
+        """
+        if self.buckets and all(bucket.is_reduced for bucket in self.buckets):
+            return
         for reducer in self.reducers:
             reducer.launch_rest()
         for reducer in self.reducers:

@@ -6,6 +6,8 @@ import pytest
 from launch import ROOT, RunFailed, forked
 
 LOOP = str(ROOT / "examples/core_loop.py")
+BY_HAND = str(ROOT / "tests/scripts/core_loop_by_hand.py")
+TOOLS = f"{ROOT}:{ROOT / 'tools'}"
 EXACT = "O1 gemm=bf16 grad_accum=fp32 grad_reduce=fp32"
 
 
@@ -13,9 +15,9 @@ EXACT = "O1 gemm=bf16 grad_accum=fp32 grad_reduce=fp32"
 def trained(tmp_path):
     """trained(ranks, words): the losses of ten steps, the gradient norms, and our lines."""
 
-    def trained(ranks: int, words: str) -> tuple[list[float], list[float], list[str]]:
-        env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        lines = forked(ranks, [LOOP, *words.split()], tmp_path / "log", timeout=200, env=env)
+    def trained(ranks: int, words: str, loop: str = LOOP) -> tuple[list[float], list[float], list[str]]:
+        env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": TOOLS}
+        lines = forked(ranks, [loop, *words.split()], tmp_path / "log", timeout=200, env=env)
         steps = [re.fullmatch(r"step \d+: loss (\S+), gradient norm (\S+), made", line) for line in lines]
         losses, norms = zip(*[(float(step[1]), float(step[2])) for step in steps if step], strict=True)
         assert len(losses) == 10
@@ -44,8 +46,22 @@ def test_o3_trains(trained, ranks):
     assert ours[-1] < 0.6 * ours[0] and ours[-1] == pytest.approx(stock[-1], rel=0.4)
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_trainer_calls_finalize_model_grads_itself(trained, ranks):
+    """It trains as through its configuration; the number of tokens divides a sum as the mean does."""
+    losses, norms, _ = trained(ranks, "O3")
+    assert trained(ranks, "O3", BY_HAND)[:2] == (losses, norms)
+    by_token, norms_by_token, _ = trained(ranks, "O3 tokens", BY_HAND)
+    assert by_token[:3] == pytest.approx(losses[:3], rel=0.02) and by_token[0] == losses[0]
+    assert norms_by_token[0] == pytest.approx(norms[0], rel=0.01)
+
+
+def test_gradients_that_nobody_sums(trained):
+    with pytest.raises(RunFailed, match=re.escape("call the model's config.finalize_model_grads_func([model]) after")):
+        trained(1, "O3 unsummed", BY_HAND)
+
+
 EXPERTS = str(ROOT / "tests/scripts/core_loop_of_experts.py")
-TOOLS = f"{ROOT}:{ROOT / 'tools'}"
 
 
 @pytest.fixture
