@@ -226,7 +226,7 @@ def _values(name: str, shape: torch.Size, config) -> torch.Tensor:
 def fill(model: torch.nn.Module) -> None:
     """Give every parameter, and bias of a router, its values."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not name.endswith("inv_freq"):
+        if tensor.is_floating_point() and not name.endswith(("inv_freq", "cos_cached", "sin_cached")):
             tensor.data.copy_(_values(name, tensor.shape, model.config))
 
 
