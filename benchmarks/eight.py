@@ -17,8 +17,8 @@ more memory than a GPU has is not tried.
 
 A step has 16 sequences. Every system trains the same model. Its layers are as many as fit 80 GB in all systems, with
 2 GB to spare, in the first layout (LAYERS). By the estimate Transformer Engine needs most: at micro-batch 4 it has room
-for 3, 7 and 15 of GPT-175B's layers on two, four and eight GPUs. Stock BF16 alone would have room for 3, 8 and 17. At O3
-there is room for 175b-dp2 too, in the others there is not.
+for 3, 7 and 15 of GPT-175B's layers on two, four and eight GPUs. Stock BF16 alone would have room for 3, 8 and 17. At
+O3 there is room for 175b-dp2 too, in the others there is not.
 
 The table has each measured figure with the estimate of `megatron-fp8 estimate` and its error behind it; a figure that
 was not measured has the estimate alone. Bare collectives are the profiled step's, on rank 0: the time in which nothing
@@ -179,14 +179,17 @@ def table(rows: Sequence[Mapping], on: Hardware) -> str:
         found, by_model = [measured(row) for row in of], [modelled(e) for e in estimates]
         compare(of, found)
         compare(of, by_model)
+        said += [f"**{model}, {of[0]['nproc']} GPUs ({on.name}), global batch {of[0]['gbs']}**", ""]
+        if not any([*found, *by_model]):
+            said += ["Nothing is measured, and the estimate does not cover it: " + "; ".join(map(_name, of)), ""]
+            continue
         lines = []
         for row, e, own, modelled_ in zip(of, estimates, found, by_model, strict=True):
             cells = {"arm": _name(row)}
             cells |= {name: _cell(name, own.get(name), modelled_.get(name)) for name in FORMS}
             cells["GB left"] = f"({e.room():.1f})" if e else ""
             lines.append(cells)
-        said += [f"**{model}, {of[0]['nproc']} GPUs ({on.name}), global batch {of[0]['gbs']}**", "",
-                 render(lines, "markdown"), "", *_fastest(of, found, "Measured"),
+        said += [render(lines, "markdown"), "", *_fastest(of, found, "Measured"),
                  *_fastest(of, by_model, "By the estimate"), ""]  # fmt: skip
     return "\n".join(said)
 

@@ -152,6 +152,7 @@ def test_experts_have_no_estimate_until_it_covers_them():
     """A row without an estimate shows what was measured alone."""
     (row, *_) = (eight.settings(arm, 4) for arm in eight.PLAN if arm.layout == "qwen3-moe")
     e = eight.predicted(row, H100)
+    assert (e is None) == ("Nothing is measured" in eight.table([row], H100))
     measured = row | train_step.flat(figures(500.0)) | {"system": row["system"], "mbs": row["mbs"]}
     (line,) = cells(eight.table([measured], H100)).values()
     assert line["ms"] == ("500.0" if e is None else f"500.0 ({e.ms:.1f}, {e.ms / 500 - 1:+.1%})")
