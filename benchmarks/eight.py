@@ -46,7 +46,8 @@ from megatron_fp8.tools.perf.hardware import Hardware
 from megatron_fp8.tools.perf.output import MIB, render
 from megatron_fp8.tools.perf.step import Estimate, estimate
 
-BATCH, EVERY_CARD = 16, "h100-80gb-sxm"
+BATCH = 16
+CARD = "h100-80gb-sxm"  # the layers fit its memory; what --table is about, if nothing is said
 GPUS = (2, 4, 8)
 LAYERS = {
     "175b": {2: 3, 4: 7, 8: 15},
@@ -173,24 +174,24 @@ def compare(rows: Sequence[Mapping], figures: Sequence[Figures]) -> None:
 def table(rows: Sequence[Mapping], on: Hardware) -> str:
     """Markdown: a table for each model, an arm a line; beneath it the fastest of each kind of system."""
     said = []
-    for model in dict.fromkeys(_model(row) for row in rows):
-        of = [row for row in rows if _model(row) == model]
+    for title in dict.fromkeys(_model(row) for row in rows):
+        of = [row for row in rows if _model(row) == title]
         estimates = [predicted(row, on) for row in of]
-        found, by_model = [measured(row) for row in of], [modelled(e) for e in estimates]
+        found, models = [measured(row) for row in of], [modelled(e) for e in estimates]
         compare(of, found)
-        compare(of, by_model)
-        said += [f"**{model}, {of[0]['nproc']} GPUs ({on.name}), global batch {of[0]['gbs']}**", ""]
-        if not any([*found, *by_model]):
+        compare(of, models)
+        said += [f"**{title}, {of[0]['nproc']} GPUs ({on.name}), global batch {of[0]['gbs']}**", ""]
+        if not any([*found, *models]):
             said += ["Nothing is measured, and the estimate does not cover it: " + "; ".join(map(_name, of)), ""]
             continue
         lines = []
-        for row, e, own, modelled_ in zip(of, estimates, found, by_model, strict=True):
+        for row, e, own, model in zip(of, estimates, found, models, strict=True):
             cells = {"arm": _name(row)}
-            cells |= {name: _cell(name, own.get(name), modelled_.get(name)) for name in FORMS}
+            cells |= {name: _cell(name, own.get(name), model.get(name)) for name in FORMS}
             cells["GB left"] = f"({e.room():.1f})" if e else ""
             lines.append(cells)
         said += [render(lines, "markdown"), "", *_fastest(of, found, "Measured"),
-                 *_fastest(of, by_model, "By the estimate"), ""]  # fmt: skip
+                 *_fastest(of, models, "By the estimate"), ""]  # fmt: skip
     return "\n".join(said)
 
 
@@ -254,7 +255,7 @@ def _identity(row: Mapping) -> tuple[str, ...]:
 
 def _hardware(gpu: str) -> Hardware:
     """The estimate's hardware for a GPU's name; the H100 for any other, and for a machine without one."""
-    name = next((name for name in hardware.known() if name.split("-")[0].upper() in gpu), EVERY_CARD)
+    name = next((name for name in hardware.known() if name.split("-")[0].upper() in gpu), CARD)
     return hardware.load(name)
 
 
@@ -317,7 +318,7 @@ def main() -> None:
     began, args = time.monotonic(), arguments()
     plan = [settings(arm, args.nproc, args.layers, args.extra) for arm in args.arms]
     if args.table:
-        on = hardware.load(args.hardware or EVERY_CARD)
+        on = hardware.load(args.hardware or CARD)
         print(table(merged(plan, known_rows(args.csv, on)), on))
         return
     train_step.check_columns(args.csv, COLUMNS)
