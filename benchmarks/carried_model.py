@@ -1,10 +1,13 @@
 """A Hugging Face folder of a Llama in the few bits of the GGUF file that it was made of, cut into parts to carry.
 
-The parts are one compressed numpy file. Its arrays are named by kind and tensor, and hold the bytes of rows:
+The parts are one compressed numpy file. Its arrays are named by kind and tensor, and hold the bytes of rows, in blocks:
 
     Q4_1   20 bytes for 32 numbers: FP16 d and m, then 16 bytes whose low halves are q of the first 16; d q + m
     Q8_0   34 bytes for 32 numbers: FP16 d, then signed bytes q; d q
-    F32, BF16
+    F32, BF16: a number
+
+The first bytes of all blocks come first, then the second ones, and so on: bytes of one meaning lie together, so that
+the file's entropy code fits them.
 
 llama.cpp keeps the rows of Q and K in another order; they are put back, which quantized rows allow.
 """
@@ -16,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 MODEL, CONFIG = "model.npz.part", "config.json"
+BLOCK = {"Q4_1": 20, "Q8_0": 34, "F32": 4, "BF16": 2}  # bytes
 
 
 def unpacked(kind: str, raw: np.ndarray) -> np.ndarray:
@@ -24,8 +28,7 @@ def unpacked(kind: str, raw: np.ndarray) -> np.ndarray:
         return raw.view(np.float32)
     if kind == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    size = {"Q4_1": 20, "Q8_0": 34}[kind]
-    blocks = raw.reshape(len(raw), -1, size)
+    blocks = raw.reshape(len(raw), -1, BLOCK[kind])
     d = blocks[..., :2].copy().view(np.float16).astype(np.float32)
     if kind == "Q8_0":
         values = d * blocks[..., 2:].view(np.int8).astype(np.float32)
@@ -79,7 +82,7 @@ def pack_model(folder: Path, gguf_file: Path | None, out: Path, parts: int) -> N
         values = torch.from_numpy(unpacked(kind, raw)).bfloat16().view(tensor.shape)
         if not torch.equal(values, tensor.bfloat16()):
             raise ValueError(f"{gguf_file}: {name} has other numbers than in {folder}")
-        packed[f"{kind} {name}"] = raw
+        packed[f"{kind} {name}"] = raw.reshape(len(raw), -1, BLOCK[kind]).transpose(2, 0, 1)
     whole = out / "model.npz"
     np.savez_compressed(whole, **packed)
     data = whole.read_bytes()
@@ -105,7 +108,9 @@ def unpack_model(inputs: list[Path], folder: Path) -> None:
     with np.load(whole) as found:
         for key in found.files:
             kind, _, name = key.partition(" ")
-            values = torch.from_numpy(unpacked(kind, found[key])).bfloat16()
+            bytes_ = found[key]
+            raw = np.ascontiguousarray(bytes_.transpose(1, 2, 0)).reshape(bytes_.shape[1], -1)
+            values = torch.from_numpy(unpacked(kind, raw)).bfloat16()
             tensors[name] = values.flatten() if "norm" in name else values
     whole.unlink()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

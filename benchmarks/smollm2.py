@@ -2,7 +2,7 @@
 
     python tools/gguf_to_hf.py SmolLM2-135M-Instruct.Q4_1.gguf HF
     python benchmarks/smollm2.py build --hf HF --gguf SmolLM2-135M-Instruct.Q4_1.gguf --out IN
-    python benchmarks/smollm2.py run --inputs IN/0 IN/1 IN/2 --te-path DIR --jobs 6 --minutes 9 --csv FILE
+    python benchmarks/smollm2.py run --inputs IN/0 IN/1 --te-path DIR --jobs 6 --minutes 9 --csv FILE
     python benchmarks/smollm2.py report --csv FILE
 
 `build` makes all that `run` needs, so that the GPU's machine needs neither a network nor a tokenizer: tokens of
@@ -11,8 +11,8 @@ functions and of the same with a mistake (function_pairs.py), and the model in i
 
 A unit of `run` is an arm and a seed: SFT from the converted checkpoint, then DPO from its result, with the reference on
 the device. Both have three epochs, and are evaluated once at the end, on functions of other files. Units run
-side by side (--jobs), so nothing is timed. Finished stages in the CSV are not repeated; a unit whose SFT is in it
-without a checkpoint in WORK makes the SFT again. After --minutes what runs is ended; it has no row then.
+side by side (--jobs on --gpus), so nothing is timed. Finished stages in the CSV are not repeated; a unit whose SFT is
+in it without a checkpoint in WORK makes the SFT again. After --minutes what runs is ended; it has no row then.
 
 The seed changes the order of the data, and the noise of rounding. Arms: the levels (O0 needs --te-path: stock has
 packed attention only through Transformer Engine) and O3 with the paper's FP16 master. Unknown flags go to Megatron.
@@ -27,6 +27,7 @@ import csv
 import itertools
 import json
 import math
+import queue
 import random
 import shlex
 import shutil
@@ -134,6 +135,9 @@ class Runs:
 
     def __init__(self, args: argparse.Namespace):
         self.args, self.deadline = args, time.monotonic() + 60 * args.minutes
+        self._gpus: queue.SimpleQueue[int] = queue.SimpleQueue()  # one entry for each unit that may run
+        for job in range(args.jobs):
+            self._gpus.put(job % args.gpus)
         self._lock, self.rows = threading.Lock(), read(args.csv)
         self._longest = 0.0
         args.work = args.work.resolve()  # runs have the repository as their folder
@@ -168,6 +172,13 @@ class Runs:
 
     def unit(self, arm: str, seed: int) -> bool:
         """Do what is not done -> whether all is."""
+        gpu = self._gpus.get()
+        try:
+            return self._stages(arm, seed, {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.args.gpus > 1 else {})
+        finally:
+            self._gpus.put(gpu)
+
+    def _stages(self, arm: str, seed: int, env: dict[str, str]) -> bool:
         folder = self.args.work / f"{arm}_{seed}".replace(", ", "_").replace(" ", "_")
         tuned = folder / "sft"
         sft, dpo = (self._row(arm, seed, stage) in self for stage in ("sft", "dpo"))
@@ -175,9 +186,9 @@ class Runs:
             return True
         if not sft or not (tuned / "latest_checkpointed_iteration.txt").exists():
             shutil.rmtree(tuned, ignore_errors=True)
-            if not self._run(arm, seed, "sft", folder, self.base, ["--save", str(tuned)], keep=not sft):
+            if not self._run(arm, seed, "sft", folder, self.base, ["--save", str(tuned)], env, keep=not sft):
                 return False
-        if not dpo and not self._run(arm, seed, "dpo", folder, tuned, [], keep=True):
+        if not dpo and not self._run(arm, seed, "dpo", folder, tuned, [], env, keep=True):
             return False
         shutil.rmtree(tuned)
         return True
@@ -191,7 +202,8 @@ class Runs:
         return {"arm": arm, "seed": seed, "stage": stage, "lr": f"{getattr(args, f'{stage}_lr'):g}", "steps": steps,
                 "batch": args.batch, "seq": args.seq, "flags": " ".join(args.extra)}  # fmt: skip
 
-    def _run(self, arm: str, seed: int, stage: str, folder: Path, begin: Path, more: list[str], keep: bool) -> bool:
+    def _run(self, arm: str, seed: int, stage: str, folder: Path, begin: Path, more: list[str], env: dict[str, str], *,
+             keep: bool) -> bool:  # fmt: skip
         """Train a stage, and write its row if `keep`. False if there was no time, or the run failed."""
         args, row, name = self.args, self._row(arm, seed, stage), f"{arm}, seed {seed}, {stage}"
         steps, (train, _) = row["steps"], self.file(stage, False, seed)
@@ -206,10 +218,10 @@ class Runs:
                  f"{steps} --eval-iters {evaluations} --train-data-path {train} --valid-data-path {held_out} "
                  f"--pretrained-checkpoint {begin}".split(), *more, *shlex.split(ARMS[arm]), *args.extra]  # fmt: skip
         te = "repaired" if arm == "O0" and args.te_path else "none"
-        env = train_step.environment(te, args.te_path) | {"TASK": stage, "PAD": str(PAD), "END": str(END), "WATCH": "1"}
+        env = {**env, **train_step.environment(te, args.te_path), "TASK": stage, "PAD": str(PAD), "END": str(END)}
         began, log = time.monotonic(), folder / f"{stage}.log"
         try:
-            torchrun(1, [str(ROOT / "benchmarks/tuned_gpt.py"), *flags], log, timeout=left, env=env)
+            torchrun(1, [str(ROOT / "benchmarks/tuned_gpt.py"), *flags], log, timeout=left, env=env | {"WATCH": "1"})
         except RunFailed as error:
             print(f"{name}: {error}"[-2500:], flush=True)
             return False
@@ -301,7 +313,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     verb.add_argument("--hf", type=Path, required=True, help="a Hugging Face folder in BF16")
     verb.add_argument("--gguf", type=Path, help="the GGUF file that it was made of (default: carry BF16)")
     verb.add_argument("--out", type=Path, required=True, help="a new folder")
-    verb.add_argument("--parts", type=int, default=3, help="folders to carry one by one")
+    verb.add_argument("--parts", type=int, default=2, help="folders to carry one by one")
     verb.add_argument("--most", type=int, default=640, help="tokens of a function with its prompt")
     verb.add_argument("--source", type=Path, help="Python files (default: the standard library)")
     verb.add_argument("--tokenizer", help='a tokenizer.json (default: the folder\'s), or "bytes"')
@@ -311,6 +323,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     verb.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     verb.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     verb.add_argument("--jobs", type=int, default=1, help="units at a time")
+    verb.add_argument("--gpus", type=int, default=1, help="GPUs that they are shared among, the first ones")
     verb.add_argument("--minutes", type=float, default=60)
     verb.add_argument("--sft-lr", type=float, default=2e-5)
     verb.add_argument("--dpo-lr", type=float, default=1e-6)

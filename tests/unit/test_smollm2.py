@@ -4,6 +4,8 @@ import ast
 import csv
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +160,29 @@ def test_a_ggufs_blocks_are_those_of_the_folder(tmp_path):
     save_file(tensors, tmp_path / "hf/model.safetensors")
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj\.weight has other numbers"):
         carried_model.pack_model(tmp_path / "hf", tmp_path / "x.gguf", tmp_path / "out", 1)
+
+
+def test_units_share_the_gpus(tmp_path, monkeypatch):
+    """Four units run at once, two on each of two GPUs; so do the next four."""
+    monkeypatch.setattr(smollm2.Runs, "_converted", lambda runs: (tmp_path, []))
+    monkeypatch.setattr(smollm2, "one_of", lambda *found: None)
+    monkeypatch.setattr(function_pairs.Documents, "load", lambda path: None)
+    words = f"run --inputs in --work {tmp_path} --csv {tmp_path}/x.csv --jobs 4 --gpus 2"
+    runs = smollm2.Runs(smollm2.arguments(words.split()))
+    together, places = threading.Barrier(4, timeout=60), []
+
+    def stages(runs, arm, seed, env):
+        places.append(env["CUDA_VISIBLE_DEVICES"])
+        together.wait()
+        if together.wait() == 0:
+            assert sorted(places[-4:]) == ["0", "0", "1", "1"]
+        together.wait()
+        return True
+
+    monkeypatch.setattr(smollm2.Runs, "_stages", stages)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(runs.unit, ["O3"] * 8, range(8)))
+    assert len(places) == 8
 
 
 def test_wilsons_interval():
