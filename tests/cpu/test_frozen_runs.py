@@ -8,7 +8,7 @@ from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
 from megatron_fp8.flags.level import CELLS
-from megatron_fp8.tools.perf import job_flags, memory
+from megatron_fp8.tools.perf import activations, job_flags, memory
 
 LORA = "--lr 3e-2 --min-lr 3e-2".split()  # an adapter's rate: the base alone has it fall by nothing
 SIX = "--train-iters 6 --lr-decay-iters 10".split()
@@ -57,6 +57,21 @@ def test_the_base_holds_what_is_counted(level):
     (rank,) = memory.ranks_bytes(job, {cell.name: cell.at(level) for cell in CELLS})
     kinds = [rank.linears[kind] for kind in ("weight", "weight fp8 copy", "transpose scratch")]
     assert held == {f"base's bytes: {' '.join(map(str, [*kinds, rank.others['weight']]))}"}
+
+
+@pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])
+def test_a_layer_keeps_what_is_estimated(level):
+    """`megatron-fp8 estimate --frozen-base`, against autograd's tensors; the norms' and the softmax's sums are FP32."""
+    auto = "--attention-backend", "auto"
+    run = train("all", level, *LORA, *auto)
+    (kept,) = {line for line in run.lines if line.startswith("kept: ")}
+    flags = job_flags.parse([*TINY_GPT, "--fp8-level", level, *auto])
+    flags.args.frozen_base = True
+    w = job_flags.workload(flags, 1)
+    sums = w.tokens * (16 + 4 * w.job.num_attention_heads)
+    # On a CPU attention also keeps q, which rotary has copied, and its output in torch's order of heads.
+    of_cpu = 2 * 2 * w.tokens * w.heads
+    assert sum(map(int, kept.split()[1:])) == activations.layer(w) - sums + of_cpu
 
 
 @pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])

@@ -8,6 +8,7 @@ ADAPTED  another script than pretrain_gpt_fp8.py
 
 Each step prints how many bytes of the frozen weights changed, and how many weight gradients of ours were computed;
 of a whole frozen base, how many bytes its linears, their FP8 copies, W^T's scratch and all other parameters hold.
+Each forward pass of the second layer prints the bytes of the larger BF16 tensors that autograd keeps in it.
 The adapters are those of examples/lora.py.
 """
 
@@ -55,12 +56,34 @@ def freeze(model: GPTModel) -> None:
         setattr(model.get_submodule(parent), last, Lora(module, f"{number} {module.owned.path}", RANK))
 
 
+def say_what_is_kept(layer) -> None:
+    stock = layer.forward
+
+    def forward(hidden_states, *args, **kwargs):
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def see(t: torch.Tensor) -> torch.Tensor:
+            if t.dtype == torch.bfloat16 and not isinstance(t, torch.nn.Parameter):
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+            result = stock(hidden_states, *args, **kwargs)
+        sizes = sorted(memory.nbytes() for memory in kept.values())
+        print("kept:", *(size for size in sizes if 2 * size >= hidden_states.nbytes), flush=True)
+        return result
+
+    layer.forward = forward
+
+
 def prepare(stock):
     @functools.wraps(stock)
     def wrap(model_list, *args, **kwargs):
         for model in model_list:
             built.append(model)
             freeze(model)
+            if BASE == "all" and len(model.decoder.layers) > 1:
+                say_what_is_kept(model.decoder.layers[1])
         return stock(model_list, *args, **kwargs)
 
     return wrap

@@ -239,6 +239,30 @@ def test_gpt_layers_keep_32_and_27_bytes():
     assert activations.layer(alone) > 1.5 * activations.layer(eighth)
 
 
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_gpt_layers_of_a_frozen_base_keep_28_bytes(system):
+    """Norms' inputs, q, k, v, attention's output, fc1's output and fc2's input, all in BF16, at every level."""
+    w = slice_7b(system)
+    frozen = replace(w, job=replace(w.job, frozen_base=True))
+    assert activations.layer(frozen) / (w.tokens * w.job.hidden_size) == pytest.approx(28, abs=0.05)
+    again = replace(frozen, recompute="selective", modules=("core_attn",))
+    assert activations.layer(again) == pytest.approx(activations.layer(frozen), rel=2e-3)  # adapters keep its output
+    again = replace(frozen, recompute="selective", modules=("mlp",))
+    assert activations.layer(again) / (w.tokens * w.job.hidden_size) == pytest.approx(14, abs=0.05)
+
+
+def test_adapters_on_a_frozen_base_as_measured():
+    """benchmarks/results/tuning.csv: LoRA of rank 16 on eight layers of GPT-7B, whose states stock holds."""
+    with (RESULTS / "tuning.csv").open(newline="") as file:
+        (row,) = (row for row in csv.DictReader(file) if (row["commit"], row["task"]) == ("2a053cd", "lora"))
+    job = replace(slice_7b().job, untie_embeddings_and_output_weights=True, position_embedding_type="rope",
+                  frozen_base=True)  # fmt: skip
+    found = estimate(slice_7b("O3", job=job, micro_batch=1, global_batch=16), H200)
+    adapters = 16 * sum(rows + columns for rows, columns, _ in job.linear_sizes) * job.num_layers
+    assert found.held + 18 * adapters / 1e9 == pytest.approx(float(row["gb"]), rel=0.02)
+    assert found.peak - found.held == pytest.approx(float(row["gb_peak"]) - float(row["gb"]), rel=0.02)
+
+
 def test_a_level_with_gemms_in_bf16():
     """Inputs are kept like stock's and nothing is cast; a weight stored in E4M3 is decoded to BF16."""
     stock, o1, o3 = (slice_7b(name, overrides={"gemm": "bf16"}) for name in ("bf16", "O1", "O3"))

@@ -179,7 +179,7 @@ def test_a_frozen_base_makes_no_gradients_and_no_update(flags, capsys):
         apart = 0.01 if name == "bf16" else 0.05  # FP8's backward products are slower than its forward one
         assert row["ms linears"] / whole["ms linears"] == pytest.approx(2 / 3, abs=apart)
         assert row["ms LM head"] == pytest.approx(whole["ms LM head"] * 2 / 3)
-        assert row["ms attention"] == whole["ms attention"] and row["gb activations"] == whole["gb activations"]
+        assert row["ms attention"] == whole["ms attention"]
         for gone in ("ms optimizer", "ms copies", "ms tables' gradients", "gb grad", "gb optimizer states"):
             assert gone in whole and gone not in row
         assert "gradients: linears sent" not in row and not any(key.startswith("weights: ") for key in row)

@@ -7,8 +7,10 @@ input; i: bytes an element of a linear's input, 1 or 2). Divide each by the tens
     fc1's input i h         fc1's output 2U     fc2's input i F        softmax's sums 4 a head, norms' 16
 
 For GPT that is 32 h in BF16 (the 34 of Korthikanti et al., arXiv 2205.05198, without dropout's masks) and 27 h with FP8
-inputs. With --fp8-activations, norms' inputs and fc1's output take one byte and no linear's input is kept: 14 h. The
-model assumes flash attention. The peak is in the loss (last stage) or in the backward pass of a layer, with as many
+inputs. With --fp8-activations, norms' inputs and fc1's output take one byte and no linear's input is kept: 14 h. A
+frozen linear (--frozen-base) keeps no input, but the adapter beside it does, in BF16. Those of qkv, proj and fc1 are
+kept anyway, as a norm's input or attention's output. So fc2's is left: 28 h, at every level. The model assumes flash
+attention. The peak is in the loss (last stage) or in the backward pass of a layer, with as many
 micro-batches in flight as the schedule allows.
 
 A layer's backward pass has its peak in the MLP. With a level's context parallelism the peak may be in attention, when
@@ -31,14 +33,17 @@ def _saved(w: Workload, modules: tuple[str, ...]) -> float:
     for module in modules:
         if module not in MODULES:
             raise UserError(f"--recompute-modules {module}: not modelled; {', '.join(MODULES)} are")
-    tensor, split, i = w.tensor, w.split, w.input_bytes
+    tensor, split, frozen = w.tensor, w.split, w.job.frozen_base
+    i = 0 if frozen else w.input_bytes
     hidden = w.job.hidden_size / split
     kept = w.fp8_activations  # then the linears' inputs are recomputed from the activations kept in FP8
     saved = 2 * (1 if kept else 2) * hidden + 16 / split  # norms' inputs and statistics
+    saved += 2 * 2 * hidden * (kept and frozen)  # an adapter keeps them in BF16
     if "layernorm" not in modules:
         saved += 2 * i * hidden * (not kept)
     saved += 2 * (w.heads + 2 * w.groups) / tensor
-    if "core_attn" not in modules or i == 2:  # stock's projection keeps the output itself, recomputed or not
+    # Stock's projection, and an adapter beside one, keeps the output itself, recomputed or not.
+    if "core_attn" not in modules or i != 1:
         saved += 2 * w.heads / tensor
     saved += 4 * w.job.num_attention_heads / tensor * ("core_attn" not in modules)
     saved += (i == 1 and not kept) * w.heads / tensor
@@ -52,7 +57,8 @@ def _saved(w: Workload, modules: tuple[str, ...]) -> float:
 
 def _of_mlp(w: Workload) -> float:
     """Bytes a token of what the MLP itself keeps: fc1's output, fc2's input."""
-    return ((1 + 1 / 128) * w.fc1 if w.fp8_activations else 2 * w.fc1 + w.input_bytes * w.ffn) / w.tensor
+    fc1, ffn = (1 + 1 / 128, 0) if w.fp8_activations else (2, w.input_bytes)
+    return (fc1 * w.fc1 + (2 if w.job.frozen_base else ffn) * w.ffn) / w.tensor
 
 
 def _checkpoint(w: Workload) -> float:
@@ -111,11 +117,14 @@ def _kept_transposes(w: Workload, stage: int) -> dict[str, float]:
 
 
 def _backward_of_a_layer(w: Workload) -> float:
-    """Bytes made and freed in a layer's backward pass: gradients of hidden states, MLP and a weight; recomputation."""
-    hidden = w.job.hidden_size
-    moving = w.tokens * (4 * hidden / w.split + 2 * (w.ffn + w.fc1) / w.tensor)
+    """Bytes made and freed in a layer's backward pass: gradients of hidden states, MLP and a weight; recomputation.
+
+    Beside a frozen base an adapter's gradient of fc2's input takes the place of a weight's.
+    """
+    hidden, frozen = w.job.hidden_size, w.job.frozen_base
+    moving = w.tokens * (4 * hidden / w.split + 2 * (w.ffn * (1 + frozen) + w.fc1) / w.tensor)
     largest = 2 * max(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
-    return moving + largest + _beside(w)
+    return moving + largest * (not frozen) + _beside(w)
 
 
 def _beside(w: Workload) -> float:
