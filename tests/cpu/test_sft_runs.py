@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 from launch import ROOT, RunFailed
@@ -85,6 +86,43 @@ def test_a_document_is_as_if_alone_in_the_model(flags, conversations):
     apart, together = re.match("apart: (.*); one document: (.*)", line).groups()
     leak, first, second = map(float, apart.split())
     assert leak == 0 and first < 0.02 and second < 0.02 and float(together) > 0.02
+
+
+@slow
+@pytest.mark.parametrize(
+    ("level", "flags", "apart"),
+    [
+        ("O1", "--fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32", 0.0),  # no scale sees the foreign tokens
+        ("O3", "--fp8-recipe tensorwise", 2e-3),  # gradients are rounded at random in another order
+        ("O3", "", 2e-2),
+    ],
+)
+def test_a_micro_batch_without_an_answer_changes_no_step(level, flags, apart, conversations, tmp_path):
+    """Each fourth line is a prompt alone. Every step is that of the three others."""
+    lines = Path(conversations).read_text().splitlines()
+    prompt = {"messages": json.loads(lines[0])["messages"][:2]}
+    with_prompts = [line for i in range(0, 48, 3) for line in (*lines[i : i + 3], json.dumps(prompt))]
+    losses, norms = [], []
+    for name, chosen, batch in (("three", lines[:48], "3"), ("four", with_prompts, "4")):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(chosen) + "\n")
+        run = train(str(path), level, "--micro-batch-size", "1", "--global-batch-size", batch,
+                    "--calculate-per-token-loss", *flags.split())  # fmt: skip
+        losses.append(run.losses)
+        norms.append(run.grad_norms)
+    assert losses[1] == pytest.approx(losses[0], abs=apart) and norms[1] == pytest.approx(norms[0], rel=5 * apart)
+    assert len(losses[0]) == 8 and losses[0][-1] < losses[0][0]
+
+
+@slow
+def test_a_step_without_an_answer_has_no_gradient(conversations, tmp_path):
+    """It is made all the same. Its loss in Megatron's line is 0 / 0."""
+    prompt = {"messages": json.loads(Path(conversations).read_text().splitlines()[0])["messages"][:2]}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text((json.dumps(prompt) + "\n") * 64)
+    for per_token in ([], ["--calculate-per-token-loss"]):
+        run = train(str(path), "O3", *per_token)
+        assert not any(run.grad_norms) and not any(step.skipped for step in run.steps) and len(run.steps) == 8
 
 
 @slow

@@ -6,7 +6,8 @@ SHIFT: added to every byte: another tokenizer.
 
 LOOK=1: before the first step, the losses of a document alone and of the same beside another are printed.
 SCRIPT: another than pretrain_gpt_fp8.py. At each step it prints the hashes of the reference's bytes, if there is one,
-and of the policy's; once, how many bytes the reference's linears hold, and all its other parameters.
+and of the policy's; once, how many bytes the reference's linears hold, and all its other parameters; and each rank's
+log-probabilities of each micro-batch.
 """
 
 import functools
@@ -32,7 +33,7 @@ import megatron.training.training as training
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_fp8.engine.owned_weight import owned_weights
-from megatron_fp8.tuning import reference
+from megatron_fp8.tuning import preferences, reference
 
 END, PAD, IGNORED = 253, 254, -100
 SHIFT = int(os.environ.get("SHIFT", "0"))
@@ -122,7 +123,19 @@ def remembered(make):
     return make_reference
 
 
+def said(stock):
+    @functools.wraps(stock)
+    def scores(*args):
+        found = stock(*args)
+        found_hash = hashlib.sha256(found.logp.detach().cpu().numpy().tobytes()).hexdigest()[:16]
+        print(f"log-probabilities {found_hash} rank {torch.distributed.get_rank()}", flush=True)
+        return found
+
+    return scores
+
+
 references: list = []
+preferences.scores = said(preferences.scores)
 reference.make_reference = remembered(reference.make_reference)
 seen: list[int] = []
 tokenizers.build_tokenizer = build(tokenizers.build_tokenizer)
