@@ -41,6 +41,25 @@ def test_one_kernel_is_a_call_a_document(shape, window):
         assert error < 1e-2, error
 
 
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_transformer_engines_attention_is_the_same(shape):
+    """Stock's --sft has it: a result and gradients that differ no more than two kernels in BF16."""
+    te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+    heads, groups, hn, _ = shape
+    core = te.DotProductAttention(
+        heads, hn, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+
+    def theirs(q, k, v, documents, window, scale):
+        ends = documents.ends.unique_consecutive()  # no empty document
+        sizes = {"max_seqlen_q": documents.longest, "max_seqlen_kv": documents.longest}
+        return core(q, k, v, cu_seqlens_q=ends, cu_seqlens_kv=ends, **sizes).view(-1, heads, hn)
+
+    qkv, grad = operands(*shape)
+    for a, b in zip(results(packed._in_one_kernel, qkv, grad, None), results(theirs, qkv, grad, None), strict=True):
+        assert (a.float() - b.float()).norm() / b.float().norm() < 1e-2
+
+
 def test_no_wait_for_the_host():
     qkv, grad = operands(32, 8, 128, 128)
     results(packed._in_one_kernel, qkv, grad, None)
