@@ -11,6 +11,7 @@ VERBS = {
     "sweep": Verb(
         "megatron_fp8.tools.lab.sweep.main", "train formats x seeds x learning rates x data sets, from a plan file"
     ),
+    "merge": Verb("megatron_fp8.tools.lab.sweep.merge", "adds the runs of other stores: sweeps of several machines"),
     "report": Verb("megatron_fp8.tools.lab.report.main", "what a sweep's runs show, and what they cannot"),
     "bisect": Verb(
         "megatron_fp8.tools.lab.trial.bisect", "the linears whose return to BF16 removes most of an FP8 run's gap"

@@ -20,7 +20,7 @@ from ....errors import UserError
 from ....metrics import STEP_MS
 from ..files import refuse_link_of_others
 from ..sweep.progress import duration
-from ..sweep.rows import DONE, FAILED, NOT_FINITE
+from ..sweep.rows import ENDED, FAILED, NOT_FINITE
 from ..sweep.store import Store
 from .curves import began, steps_ratio
 from .document import Log, Picture, Section, Table, between, counted, number
@@ -104,7 +104,7 @@ def run(args: Namespace) -> int:
     """Write the report."""
     store = Store(args.store)
     try:
-        if not any(row.state in (DONE, NOT_FINITE) for row in store.runs()):
+        if not any(row.state in ENDED for row in store.runs()):
             raise UserError(f"{args.store}: no run has ended well yet; wait for the first, or see its .runs folder")
         results = Results(store, args.baseline)
     finally:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ....errors import UserError
 from ....metrics import LOSS, VALIDATION_LOSS
-from ..sweep.rows import DONE, NOT_FINITE, Row
+from ..sweep.rows import ENDED, NOT_FINITE, Row
 from ..sweep.store import Store
 from .curves import Divergence, began, divergence, final_loss
 
@@ -107,7 +107,7 @@ class Results:
             self.arms = [baseline, *(arm for arm in self.arms if arm != baseline)]
         self.data: list[str] = _ordered(outline["data"], {row.data for row in self.rows})
         self.rates = sorted({row.learning_rate for row in self.rows})
-        ended = [row for row in self.rows if row.state in (DONE, NOT_FINITE)]
+        ended = [row for row in self.rows if row.state in ENDED]
         series = {row.id: store.series(row.id) for row in ended}
         self.start = min((began(own[LOSS][0]) for own in series.values() if LOSS in own), default=0)
         self._results = {(_cell(row), row.seed): _judge(row, series[row.id], self.start) for row in ended}

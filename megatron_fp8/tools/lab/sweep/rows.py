@@ -13,6 +13,7 @@ from .plan_file import LARGEST, SweepRun, is_name
 
 WAITING, RUNNING, DONE, FAILED, NOT_FINITE = "waiting", "running", "done", "failed", "not finite"
 STATES = (WAITING, RUNNING, DONE, FAILED, NOT_FINITE)
+ENDED = (DONE, NOT_FINITE)  # by themselves: there is something to judge
 _SHOWN = 60  # characters of a value that a message quotes
 
 

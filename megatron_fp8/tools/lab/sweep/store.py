@@ -42,6 +42,7 @@ from ....processes import identity, living
 from .plan_file import SweepPlan, SweepRun
 from .rows import (
     COLUMNS,
+    ENDED,
     FAILED,
     RUNNING,
     STATES,
@@ -197,8 +198,7 @@ class Store:
             for row in self.runs():
                 run = wanted.get(key_of(row))
                 if row.state in (WAITING, FAILED) and run != _planned(row):
-                    self._db.execute("DELETE FROM points WHERE run = ?", (row.id,))
-                    self._db.execute("DELETE FROM runs WHERE id = ?", (row.id,))
+                    self._delete(row)
                 elif run is not None and run != _planned(row):
                     old, new = _first_difference(row.command, run.command)
                     raise UserError(
@@ -266,8 +266,11 @@ class Store:
         """Write (step, name, value) points and the beat. Raises TakenAway."""
         with self._transaction():
             self._own(run, "beat = ?", time.time())
-            rows = [(run.id, name, step, None if math.isnan(value) else value) for step, name, value in points]
-            self._db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?)", rows)
+            self._put_points(run.id, points)
+
+    def _put_points(self, run: int, points: Iterable[tuple[int, str, float]]) -> None:
+        rows = [(run, name, step, None if math.isnan(value) else value) for step, name, value in points]
+        self._db.executemany("INSERT OR REPLACE INTO points VALUES (?, ?, ?, ?)", rows)
 
     def finish(self, run: Row, state: str, exit_code: int | None, error: str | None = None) -> None:
         """End a run as DONE, FAILED or NOT_FINITE; error: the end of its log. Raises TakenAway."""
@@ -287,6 +290,62 @@ class Store:
             for run in failed:
                 self._wait(run)
         return len(failed)
+
+    # Another store's runs.
+
+    def take(self, other: "Store") -> tuple[int, int]:
+        """Add the runs that have ended in another store of the plan, well or not finite, with all their points.
+
+        A run that waits here, or has failed, is replaced. One that has ended here stays as it is. A store without a
+        plan gets the other's. The change is made as a whole or not at all.
+
+        Returns (runs added, runs that had ended here too).
+
+        Raises UserError if the plans have other steps or processes, if a run was made with another command, or if a
+        sweep makes the run here at this moment.
+        """
+        plan, added, kept = other.outline(), 0, 0
+        with self._transaction():
+            if self._get("plan") is None:
+                self._put("plan", plan)
+            for key in ("steps", "processes"):
+                if (ours := self.outline().get(key)) != plan.get(key):
+                    what = f"{other.path}: its plan has {key}: {plan.get(key)}, that of {self.path} {ours}"
+                    raise UserError(f"{what}; merge the stores of one plan")
+            self._lose()
+            here = {key_of(row): row for row in self.runs()}
+            for row in other.runs():
+                ours = here.get(key_of(row))
+                if row.state not in ENDED:
+                    continue
+                if ours is not None and ours.command != row.command:
+                    new, old = _first_difference(row.command, ours.command)
+                    what = f"{other.path}: {row.name} was run with {new} but {self.path} has {old}"
+                    raise UserError(f"{what}; merge the stores of one plan")
+                if ours is not None and ours.state == RUNNING:
+                    raise UserError(f"{self.path}: {row.name} is running; wait until that sweep has ended")
+                if ours is not None and ours.state in ENDED:
+                    kept += 1
+                else:
+                    self._copy(row, other.series(row.id), ours)
+                    added += 1
+        return added, kept
+
+    def _copy(self, row: Row, series: dict[str, tuple[np.ndarray, np.ndarray]], instead: Row | None) -> None:
+        """Write another store's run; instead: the run with its key here."""
+        if instead is not None:
+            self._delete(instead)
+        values = {**vars(row), "command": json.dumps(row.command)}
+        del values["id"]
+        sql = f"INSERT INTO runs ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
+        run = self._db.execute(sql, tuple(values.values())).lastrowid
+        assert run is not None  # it was inserted
+        for name, (steps, numbers) in series.items():
+            self._put_points(run, ((int(s), name, float(x)) for s, x in zip(steps, numbers, strict=True)))
+
+    def _delete(self, row: Row) -> None:
+        self._db.execute("DELETE FROM points WHERE run = ?", (row.id,))
+        self._db.execute("DELETE FROM runs WHERE id = ?", (row.id,))
 
     # A reader's part.
 
