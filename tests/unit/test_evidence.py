@@ -2,6 +2,7 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import make_evidence_doc
 import numpy as np
@@ -15,11 +16,12 @@ from megatron_fp8.tools.lab.report.statistics import equivalence, equivalence_po
 PAGE = make_evidence_doc.PAGE
 
 
-def rows(arm: str, reference: str, section: str) -> list[str]:
-    """The cells of the page's one row of these two in a section, from the seeds on."""
+def rows(arm: str, reference: str, section: str) -> list[list[str]]:
+    """The cells of the page's rows of these two in a section, from the seeds on."""
     text = re.search(rf"^## {re.escape(section)}.*?(?=^## |\Z)", PAGE.read_text(), re.M | re.S)[0]
-    (row,) = re.findall(rf"^\| {re.escape(arm)} \| {re.escape(reference)} \| (.*) \|$", text, re.M)
-    return row.split(" | ")
+    found = re.findall(rf"^\| {re.escape(arm)} \| {re.escape(reference)} \| (.*) \|$", text, re.M)
+    assert found
+    return [row.split(" | ") for row in found]
 
 
 @pytest.mark.slow
@@ -44,14 +46,13 @@ def test_readme_and_levels_agree():
     section = "FP8 GEMMs and weights"
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
     levels = (ROOT / "docs/levels.md").read_text().replace("**", "")
-    seeds, gap, interval, *_ = rows("O3", "BF16, TE's layers", section)
+    ((seeds, gap, interval, *_, needed),) = rows("O3", "BF16, TE's layers", section)
     low, high = map(float, re.findall(r"[+-][\d.]+", interval))
     assert f"{low:+.1f} to {high:+.1f} % (mean {gap})" in readme and seeds == "4"
     assert f"| O3 | {gap}, interval {interval} |" in levels
-    _, gap, interval, _, verdict, _ = rows("O3", "TE's FP8", section)
+    ((_, gap, interval, _, verdict, _),) = rows("O3", "TE's FP8", section)
     assert f"(95 % interval {interval})" in readme and verdict.startswith("yes")
     assert f"{gap}, interval {interval} |" in levels
-    needed = rows("O3", "BF16, TE's layers", section)[-1]
     assert f"at this spread that needs {needed} (two" in levels
     assert "within half a per cent" in levels
 
@@ -59,10 +60,38 @@ def test_readme_and_levels_agree():
 def test_runs_that_are_too_few_decide_nothing():
     """The eleven runs of L0, with their numbers of pairs."""
     section = "FP8 gradients sent over two ranks"
-    assert "11 of 48 runs are done" in PAGE.read_text()
-    for arm, seeds in (("BF16 by halves", "2"), ("O1", "2"), ("O3", "1")):
-        found = rows(arm, "BF16", section)
-        assert found[0] == seeds and found[4] == "too few seeds" and found[5] == "-"
+    text = PAGE.read_text()
+    assert "11 of 48 runs of configs/lab/evidence_l0.yaml are done; the others wait." in re.sub(r"\s+", " ", text)
+    for arm, reference, seeds in (
+        ("BF16 by halves", "BF16", "2"),
+        ("O1", "BF16 and by halves", "1"),
+        ("O3", "BF16 and by halves", "1"),
+        ("O3", "O1", "1"),
+    ):
+        for found in rows(arm, reference, section):
+            assert found[0] == seeds and found[4:] == ["too few seeds", "-"]
+
+
+def test_a_seed_of_two_commits_is_not_compared():
+    """Nor is one without both runs in BF16."""
+
+    def run(seed, loss, code="a"):
+        return SimpleNamespace(row=SimpleNamespace(seed=seed, code=code), loss=loss)
+
+    arms = {
+        "BF16": [run(1, 2.0), run(2, 2.0), run(3, 2.0), run(4, 2.0, "b")],
+        "BF16 by halves": [run(1, 4.0), run(3, 4.0), run(4, 4.0)],
+        "O1": [run(1, 6.0), run(2, 6.0), run(3, 6.0, "b"), run(4, 6.0)],
+        "O3": [run(1, 9.0), run(4, 9.0)],
+    }
+    results = SimpleNamespace(
+        baseline="BF16", cells=lambda: [(SimpleNamespace(arm=arm), runs) for arm, runs in arms.items()]
+    )
+    halves, o1, o3, levels = make_evidence_doc.of_l0(results, lambda run: run.loss)
+    assert halves.ours == {1: 4.0, 3: 4.0} and halves.theirs == {1: 2.0, 3: 2.0}
+    assert o1.ours == {1: 6.0} and o1.theirs == {1: 3.0} and o1.differences() == pytest.approx([100.0])
+    assert o3.ours == {1: 9.0} and o3.theirs == {1: 3.0}
+    assert levels.ours == {1: 9.0, 4: 9.0} and levels.theirs == {1: 6.0, 4: 6.0}
 
 
 @pytest.mark.parametrize("n, spread, word", [(8, 0.1, "yes"), (8, 4.0, "not shown"), (3, 0.001, "too few seeds")])

@@ -5,6 +5,7 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 import zlib
+from argparse import ArgumentParser
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from megatron_fp8.errors import UserError
 from megatron_fp8.tools.lab.report import document, onset_section, plots, sections, statistics
 from megatron_fp8.tools.lab.report.curves import smooth
 from megatron_fp8.tools.lab.report.document import Log, Picture, Section, Table
-from megatron_fp8.tools.lab.report.main import _milliseconds, markdown
+from megatron_fp8.tools.lab.report.main import _milliseconds, add_arguments, markdown
 from megatron_fp8.tools.lab.report.main import html as as_html
+from megatron_fp8.tools.lab.report.main import run as write_report
 from megatron_fp8.tools.lab.report.results import Cell, Results
 from megatron_fp8.tools.lab.sweep.plan_file import UNNAMED, SweepPlan
 from megatron_fp8.tools.lab.sweep.rows import DONE, FAILED, NOT_FINITE
@@ -241,6 +243,31 @@ def test_the_gap_that_could_have_been_seen_is_said(report):
     )
     assert said[1] == said[2] == row["detectable share"].removesuffix(" %")
     assert 1.1 < float(said[3]) / float(said[1]) < 1.5
+
+
+@pytest.mark.parametrize("within, word", [(20.0, "yes (p "), (0.001, "no"), (None, "")])
+def test_equal_within_a_bound_is_told(report, tmp_path, within, word):
+    """E8M3's gap at the low rate; the words are those of statistics.equivalence_words, the bound is of the loss."""
+    gap = table(report, "Wilcoxon p")[1]
+    with closing(fill(tmp_path / "s.sqlite", diverges=at_the_edge)) as store:
+        section = sections.sections(Results(store), within)[5]
+    assert section.title == "Final loss"
+    (found,) = (block for block in section.blocks if hasattr(block, "heads"))
+    row = dict(zip(found.heads, found.rows[1], strict=True))
+    assert row["relative"] == gap["relative"]
+    if within is None:
+        assert not any("within" in head for head in found.heads) and "TOST" not in section.blocks[0]
+    else:
+        assert row[f"within {within:g} %"].startswith(word) and "TOST" in section.blocks[0]
+        assert row["pairs needed"].isdigit() == (within == 20)  # else more than anyone has
+
+
+@pytest.mark.parametrize("bound", ["0", "-1", "nan", "inf"])
+def test_a_bound_that_is_none_is_one_line(bound):
+    parser = ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(UserError, match=f"^--within {bound}: use per cent of the loss, above 0$"):
+        write_report(parser.parse_args(["none.sqlite", "--out", "none", "--within", bound]))
 
 
 def test_a_reports_title_names_its_arms_and_runs(report):

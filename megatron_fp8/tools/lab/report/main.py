@@ -97,11 +97,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `megatron-fp8 lab report`."""
     parser.add_argument("store", help="a store of `lab sweep --store`; the sweep may still be running")
     parser.add_argument("--out", required=True, help="folder for the report; made if it is missing")
+    within = "test if final losses are equal within so many per cent (TOST)"
+    parser.add_argument("--within", metavar="PERCENT", type=float, help=within)
     parser.add_argument("--baseline", metavar="ARM", help="compare the other arms with this one (the plan's first)")
 
 
 def run(args: Namespace) -> int:
     """Write the report."""
+    if args.within is not None and not 0 < args.within < math.inf:
+        raise UserError(f"--within {args.within:g}: use per cent of the loss, above 0")
     store = Store(args.store)
     try:
         if not any(row.state in ENDED for row in store.runs()):
@@ -113,7 +117,7 @@ def run(args: Namespace) -> int:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--out {folder}: is a file; name a folder")
     pages = {
-        "report": (_title(results), sections(results)),
+        "report": (_title(results), sections(results, args.within)),
         "runs": (f"{results.name}: when, where and how fast it ran", [_speed(results), _where(results)]),
     }
     refuse_link_of_others(folder / "figures")

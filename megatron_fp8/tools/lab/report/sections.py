@@ -28,8 +28,8 @@ def _detectable_rate(total: int, other_total: int, rate: float) -> float:
     return statistics.detectable_rate(total, other_total, rate)
 
 
-def sections(results: Results) -> list[Section]:
-    """The whole report."""
+def sections(results: Results, within: float | None = None) -> list[Section]:
+    """The whole report. within: per cent of the baseline's loss; two final losses that differ by less are equal."""
     comparisons = [_Comparison(results, cell) for cell, _ in results.cells() if cell.arm != results.baseline]
     made = [
         _summary(results, comparisons),
@@ -37,7 +37,7 @@ def sections(results: Results) -> list[Section]:
         _what_ran(results),
         _divergence(results, comparisons),
         onset_section.onsets(results),
-        _final_loss(results, comparisons),
+        _final_loss(results, comparisons, within),
     ]
     if len(results.rates) > 1:
         made.append(_sensitivity(results))
@@ -280,8 +280,13 @@ def _divergence(results: Results, comparisons: list[_Comparison]) -> Section:
     return Section("Divergence", [text, Table(heads, rows, len(labels)), *plots.divergence(results)])
 
 
-def _final_loss(results: Results, comparisons: list[_Comparison]) -> Section:
+def _final_loss(results: Results, comparisons: list[_Comparison], within: float | None) -> Section:
     against = {c.cell: c for c in comparisons}
+    labels = results.labels()
+    heads = [*labels, "healthy runs", "mean", "deviation", "pairs", "gap", "relative", "95 % interval"]
+    heads += ["sign p", "Wilcoxon p", "t p", "detectable gap", "detectable share"]
+    if within is not None:
+        heads += [f"within {within:g} %", "pairs needed"]
     rows = []
     for cell, runs in results.cells():
         finals = np.array([results.final(run) for run in runs if run.divergence is None])
@@ -291,10 +296,9 @@ def _final_loss(results: Results, comparisons: list[_Comparison]) -> Section:
             row += [str(c.test.n), number(c.test.mean, "+.4f"), *_relative_cells(c)]
             row += [p_value(c.test.sign), p_value(c.test.wilcoxon), p_value(c.test.t)]
             row += [number(c.detectable_gap), percent(c.detectable_gap / c.base_loss, 2)]
-        rows.append(row + [""] * (len(results.labels()) + 12 - len(row)))
-    labels = results.labels()
-    heads = [*labels, "healthy runs", "mean", "deviation", "pairs", "gap", "relative", "95 % interval"]
-    heads += ["sign p", "Wilcoxon p", "t p", "detectable gap", "detectable share"]
+            if within is not None:
+                row += statistics.equivalence_words(c.test, within * c.base_loss / 100)
+        rows.append(row + [""] * (len(heads) - len(row)))
     kind = "The validation loss after the last step"
     if results.outcome != "validation":
         kind = (
@@ -306,6 +310,12 @@ def _final_loss(results: Results, comparisons: list[_Comparison]) -> Section:
         f"comparison alone. Detectable gap: the smallest that the t-test would see with probability "
         f"{statistics.POWER:g}, given the spread of the gaps seen here."
     )
+    if within is not None:
+        text += (
+            f" Within {within:g} %: whether two one-sided t-tests (TOST) show that the gap is smaller, of either sign; "
+            f"with fewer than {statistics.FEW} pairs they decide nothing. Pairs needed: for power 0.9, if the true gap "
+            "is 0 and the spread is this one."
+        )
     return Section("Final loss", [text, Table(heads, rows, len(labels)), *plots.gaps(results)])
 
 

@@ -37,6 +37,7 @@ from scipy import optimize, stats
 
 CONFIDENCE = 0.95
 POWER = 0.8
+FEW = 4  # pairs: a spread of fewer decides no equivalence, whatever TOST says
 RESAMPLES = 2000
 _QUANTILES = 2000
 _SAME = 1e-9
@@ -147,6 +148,19 @@ def equivalence_seeds(effect: float, power: float = 0.9, most: int = 10_000) -> 
         middle = (low + high) // 2
         low, high = (low, middle) if equivalence_power(effect, middle) >= power else (middle, high)
     return high
+
+
+def equivalence_words(found: Paired, bound: float) -> tuple[str, str]:
+    """What TOST says of a bound, in words, and how many pairs it needs for power 0.9 if the gap is 0 ("-": not known).
+
+    "no" if the t-test's interval lies outside the bound. Fewer than FEW pairs decide nothing: their spread is chance.
+    """
+    if found.n < FEW:
+        return "too few seeds", "-"
+    p, (low, high) = equivalence(found, bound), t_interval(found)
+    outside = low > bound or high < -bound
+    needed = equivalence_seeds(bound / found.deviation) if found.deviation else None
+    return f"yes (p {p:.4f})" if p <= 1 - CONFIDENCE else "no" if outside else "not shown", str(needed or "-")
 
 
 def fisher_rejects(total: int, other_total: int, alpha: float = 1 - CONFIDENCE) -> np.ndarray:
