@@ -1,10 +1,14 @@
 """megatron-fp8 lab stress: what is planted, how it is judged, the store, and the page."""
 
 import math
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
+from launch import ROOT
 
 from megatron_fp8 import cli
 from megatron_fp8.errors import UserError
@@ -111,6 +115,39 @@ def test_only_the_page(tmp_path, capsys):
     assert "| ring | gain | 2 | 40.5 | 34.1 .. 46.9 | 1 | fragile |" in page and "Measured on here; now." in page
     assert (tmp_path / "page/figures/s6.svg").stat().st_size > 1000
     assert "<svg" in (tmp_path / "page/stress.html").read_text()
+
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("scipy", "matplotlib"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Missing())
+from megatron_fp8 import cli
+sys.exit(cli.main(["lab", "stress", *sys.argv[1:]]))
+"""
+
+
+def test_to_measure_needs_no_package_of_the_lab(tmp_path):
+    """No verdict is given without scipy, but nothing is lost; a page is refused before anything is measured."""
+
+    def stress(*words):
+        command = [sys.executable, "-W", "ignore", "-c", WITHOUT, "--store", str(tmp_path / "a.csv"), *words]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+    refused = stress("--only", "S6", "--out", str(tmp_path / "page"))
+    missing = "needs the package scipy, which is not installed; pip install scipy"
+    assert refused.returncode == 2 and f"--out {tmp_path / 'page'}: {missing}, or leave it out" in refused.stderr
+    assert not (tmp_path / "a.csv").exists()
+    done = stress("--only", "S6")
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path / "a.csv")
+    assert {point.stress for point in found} == {"S6"}
+    assert f"a.csv: {len(found)} numbers; their verdict {missing}; then --minutes 0\n" in done.stdout
 
 
 def test_machines_do_not_mix(tmp_path, capsys):

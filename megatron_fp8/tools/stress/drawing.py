@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 
 from ..lab.report.document import Picture
-from ..lab.report.plots import picture
 from ..palette import looks
 from .suite import Point
 
@@ -19,6 +18,8 @@ def curves(
 
     limit: a line that a robust arm stays below. linear_below: y is logarithmic of either sign, and linear around 0.
     """
+    from ..lab.report.plots import picture  # scipy: to measure needs none
+
     found = [point.found for point in points if point.found.quantity == quantity and math.isfinite(point.found.value)]
     shown = [case for case in cases if any(one.case == case for one in found)]
     arms = list(dict.fromkeys(one.arm for one in found))
@@ -57,6 +58,8 @@ def curves(
 
 def bars(name: str, points: Sequence[Point], quantity: str, y: str, caption: str, limits: dict[str, float]) -> Picture:
     """A panel a case: each arm's values over seeds as dots on its mean, with the case's limit as a line."""
+    from ..lab.report.plots import picture
+
     found = [point.found for point in points if point.found.quantity == quantity and math.isfinite(point.found.value)]
     cases = list(dict.fromkeys(one.case for one in found))
     arms = list(dict.fromkeys(one.arm for one in found))

@@ -6,7 +6,8 @@
 
 A stress and seed are measured together and appended to the store; what is there is not measured again. Seeds come
 first, then stresses: if the time runs out, all stresses have about as many seeds. Several processes may work on one
-store, with other seeds each. On a GPU the models are small, but real; without one they are toys.
+store, with other seeds each. On a GPU the models are small, but real; without one they are toys. To measure needs no
+package of the lab's; verdicts need scipy, the page matplotlib too.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import traceback
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from ... import packages
 from ...errors import UserError
 from ...version import commit
 
@@ -41,6 +43,9 @@ def run(args: Namespace) -> int:
         raise UserError(f"--minutes {args.minutes:g}: use 0 or more")
     if store.is_dir():
         raise UserError(f"--store {store}: is a folder; name a file")
+    for module in ("scipy", "matplotlib"):
+        if args.out and not packages.installed(module):
+            raise UserError(f"--out {args.out}: {packages.needs(module, 'leave it out')}")
     from .every import suite
     from .late_state import NAME, layers
     from .network import device_name
@@ -61,7 +66,10 @@ def run(args: Namespace) -> int:
     failed = _measure(missing, store, 60 * args.minutes) if missing and args.minutes else 0
     points = read(store)
     every = suite(points)
-    print("\n".join(lines(every, points)))
+    if packages.installed("scipy"):
+        print("\n".join(lines(every, points)))
+    else:
+        print(f"{store}: {len(points)} numbers; their verdict {packages.needs('scipy')}; then --minutes 0")
     if args.out and points:
         from ..lab.report.main import write
 

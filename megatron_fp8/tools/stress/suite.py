@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from ..lab.report.document import Picture, Table
-from ..lab.report.statistics import Interval, paired, t_interval
 
 JUDGED = "judged"
 FRAGILE, ROBUST, OPEN, ABOVE, BELOW = "fragile", "robust", "open", "above", "below"
@@ -74,13 +73,13 @@ class Stress:
 
 
 class Verdict(NamedTuple):
-    """Of one arm in one case: its values over seeds, their mean's interval, and the word."""
+    """Of one arm in one case: its values over seeds, their mean's interval (low, high), and the word."""
 
     arm: str
     case: str
     n: int
     mean: float
-    interval: Interval
+    interval: tuple[float, float]
     word: str
 
 
@@ -95,23 +94,25 @@ def verdicts(stress: Stress, points: Iterable[Point]) -> list[Verdict]:
 
 def judged(arm: str, case: str, values: list[float], limit: float) -> Verdict:
     """The verdict of values over seeds. A value that is not finite is above any limit."""
+    from ..lab.report.statistics import paired, t_interval  # scipy: to measure needs none
+
     n, above = len(values), [not value <= limit for value in values]
     if not all(map(math.isfinite, values)):
-        mean, interval = math.inf, Interval(math.nan, math.nan)
+        mean, low, high = math.inf, math.nan, math.nan
     else:
         test = paired(np.array(values))
-        mean, interval = test.mean, t_interval(test)
+        mean, (low, high) = test.mean, t_interval(test)
     if math.isnan(limit):
         word = ""
     elif n == 1:
         word = ABOVE if above[0] else BELOW
-    elif interval.low > limit or (all(above) and n >= _ALL_ABOVE):
+    elif low > limit or (all(above) and n >= _ALL_ABOVE):
         word = FRAGILE
-    elif interval.high <= limit and not any(above):
+    elif high <= limit and not any(above):
         word = ROBUST
     else:
         word = OPEN
-    return Verdict(arm, case, n, mean, interval, word)
+    return Verdict(arm, case, n, mean, (low, high), word)
 
 
 def worst(found: Iterable[Verdict]) -> Verdict | None:

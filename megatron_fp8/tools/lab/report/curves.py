@@ -27,7 +27,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.signal import lfilter
+
+from ....errors import UserError
+from ....packages import needs
+
+try:
+    from scipy.signal import lfilter
+except ImportError:
+    raise UserError(f"megatron-fp8 lab report {needs('scipy')}") from None
 
 NOT_FINITE, ABOVE_INITIAL, ABOVE_BEST = "not finite", "above initial", "above its own best"
 CAUSES = (NOT_FINITE, ABOVE_INITIAL, ABOVE_BEST)

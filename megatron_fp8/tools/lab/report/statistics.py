@@ -33,7 +33,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
+
+from ....errors import UserError
+from ....packages import needs
+
+try:
+    from scipy import optimize, stats
+except ImportError:
+    raise UserError(f"megatron-fp8 lab report {needs('scipy')}") from None
 
 CONFIDENCE = 0.95
 POWER = 0.8
