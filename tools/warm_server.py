@@ -31,13 +31,17 @@ def serve(requests: socket.socket, gpus: bool) -> None:
             return
         request = json.loads(text)
         output, ended = descriptors
-        if os.fork() == 0:
-            requests.close()
-            os.write(ended, f"{os.getpid()}\n".encode())
-            os.write(ended, f"{ranks.supervise(**request, output=output)}\n".encode())
-            os._exit(0)
+        _run(requests, ended, **request, output=output)
         os.close(output)
         os.close(ended)
+
+
+@ranks.in_a_fork
+def _run(requests: socket.socket, ended: int, **request) -> int:
+    requests.close()
+    os.write(ended, f"{os.getpid()}\n".encode())
+    os.write(ended, f"{ranks.supervise(**request)}\n".encode())
+    return 0
 
 
 if __name__ == "__main__":

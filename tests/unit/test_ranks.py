@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
+import socket
 
 import pytest
 from lab_runs import gone, wait_for
-from launch import RunFailed, forked
+from launch import RunFailed, forked, warm_server
 
 SHOW = """
 import json, os, subprocess, sys, time
@@ -70,7 +72,8 @@ say(f"kept {reader._get_field_docstrings(asked) is reader._get_field_docstrings(
 """
     kept, stock, again = run(f"{WARM}from megatron_fp8.rebind import find\n{text}", count=1)[-3:]
     modules = ["megatron.core.dist_checkpointing.strategies.filesystem_async", "megatron.training.argument_utils"]
-    assert (kept, stock, again) == ("kept True 2", f"stock {modules} True 0", "kept False")
+    modules.append("multiprocessing.process")
+    assert (kept, stock, again) == ("kept True 3", f"stock {modules} True 0", "kept False")
 
 
 def test_the_first_rank_that_fails_ends_the_others(run, tmp_path):
@@ -94,6 +97,58 @@ def test_a_ranks_children_end_with_it(run):
     lines = run("subprocess.Popen(['sleep', '600'])\n" + HANG.replace("time.sleep(600)\n", ""), count=1)
     assert sum(line.startswith("child ") for line in lines) == 1
     wait_for_the_end_of(lines)
+
+
+CHILD = "say(f\"child {subprocess.Popen(['sleep', '600']).pid}\")\n"
+WORKER = """
+import multiprocessing
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+worker.start()
+say(f"child {worker.pid}")
+"""
+WAIT = "while not os.path.exists('go'):\n    time.sleep(0.01)\n"
+FILL = "while True:\n    os.write(1, b'x' * (1 << 16))\n"  # more than a pipe holds
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        (CHILD + WAIT + "print('who reads this?', flush=True)\n", "its reader goes"),
+        (CHILD + WAIT + FILL, "its reader stops reading, and ends it"),
+        (WORKER + WAIT, "its supervisor is killed"),
+    ],
+    ids=["gone", "full", "killed"],
+)
+def test_no_process_is_left_of_a_run_that_nothing_waits_for(text, end, tmp_path):
+    """`end`: what happens to the run."""
+    (tmp_path / "script.py").write_text(SHOW + text)
+    (output, written), (ended, ending) = os.pipe(), os.pipe()
+    request = {"count": 3, "command": ["script.py"], "env": dict(os.environ), "cwd": str(tmp_path), "timeout": 600}
+    socket.send_fds(warm_server(), [json.dumps(request).encode()], [written, ending])
+    os.close(written)
+    os.close(ending)
+    supervisor = int(os.read(ended, 100))
+    with os.fdopen(output) as printed:
+        lines = [printed.readline() for _ in range(6)]
+        if end.endswith("ends it"):
+            (tmp_path / "go").touch()
+            wait_for(lambda: all(blocked(rank["pid"]) for rank in ranks_of(lines)))
+            os.kill(supervisor, signal.SIGTERM)
+            wait_for(lambda: gone(supervisor), 60)
+    if end.endswith("killed"):
+        os.kill(supervisor, signal.SIGKILL)
+    else:
+        (tmp_path / "go").touch()
+    wait_for(lambda: gone(supervisor), 60)
+    os.close(ended)
+    assert len(ranks_of(lines)) == 3 == sum(line.startswith("child ") for line in lines)
+    wait_for_the_end_of(lines)
+
+
+def blocked(pid: int) -> bool:
+    """Whether a process waits for room in a pipe."""
+    with open(f"/proc/{pid}/wchan") as file:
+        return "pipe_write" in file.read()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ To import torch and Megatron costs each process four seconds and 600 MB. Here it
 
 The ranks share all pages that none of them writes, so 32 ranks of a tiny model take some 2 GB and start within seconds.
 A rank's environment is torchrun's. The supervisor hosts the store, on a port that no other process can take. If a rank
-fails, the others are ended, as under torchrun. All ranks end with their supervisor.
+fails, the others are ended, as under torchrun. All ranks end with their supervisor, and it ends with the warm process.
+What a rank has started ends with it: the supervisor ends its process group. If that is killed, the kernel kills the
+ranks, and processes that they started through multiprocessing see that their parent has ended.
 
 Three differences from a cold start: environment variables read while torch is imported are those of the warm process;
 so is the seed of Python's hashes; and the process in which Megatron queues the results of a save is forked too.
@@ -24,6 +26,7 @@ import gc
 import multiprocessing.process
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -51,6 +54,10 @@ HOOKS = (  # rows of the table of hooks
         "megatron.training.argument_utils.ArgumentGroupFactory",
         *("_get_field_docstrings", "tools.rehearsal.ranks.read_once", "self src_cfg_class", _WARM),
         "Reads the help in source files once for all ranks; to read it twice is a third of a tiny run's start.",
+    ),
+    Hook(
+        *("multiprocessing.process.BaseProcess", "start", "processes.end_children_with_parent", "self", _WARM),
+        "Ends a rank's children when it is killed, at every level and without checkpoints too.",
     ),
 )
 hooked = Rebound()  # what `warm_up` has put there; `hooked.put_back()` undoes it
@@ -130,7 +137,7 @@ def supervise(
 ) -> int:
     """Run `count` ranks of a command, in a fork of a warm process that does nothing else. Exit codes: see `wait`.
 
-    A SIGTERM ends the run.
+    A SIGTERM ends the run. So does an error here: with it no process may stay behind.
 
     Args:
         command: a script and its arguments, or -m, a module and its arguments.
@@ -138,9 +145,6 @@ def supervise(
         timeout: seconds, after which the run is ended.
         env: the ranks' whole environment, apart from a launcher's variables; None: that of this process.
     """
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(name, signal.SIG_DFL)
-    _end_with(os.getppid(), signal.SIGTERM)  # not SIGKILL: only the supervisor can end what the ranks have started
     os.setpgid(0, 0)  # a Ctrl-C at the terminal goes to the launching process only
     env = dict(os.environ if env is None else env)
     listening = socket.create_server(("127.0.0.1", 0))
@@ -153,35 +157,44 @@ def supervise(
             listening.close()
             _end_with(supervisor, signal.SIGKILL)
             _be_rank(list(command), output, env | _launcher_variables(rank, count, port), cwd)
+        with contextlib.suppress(OSError):  # it has done so itself, or it has ended
+            os.setpgid(process, process)  # here too: `_signal` must reach a rank that has not come so far
         ranks[process] = rank
     signal.signal(signal.SIGTERM, lambda *_: _signal(ranks, signal.SIGKILL))
     import torch.distributed as dist
 
-    # The ranks wait for this store. Its threads start here, after the last fork.
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listening.detach(),
-    )
-    code = _wait_for(ranks, output, time.monotonic() + timeout, timeout)
-    del store
+    try:
+        # The ranks wait for this store. Its threads start here, after the last fork.
+        store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout),
+            master_listen_fd=listening.detach(),
+        )
+        code = _wait_for(ranks, output, time.monotonic() + timeout, timeout)
+        del store
+    finally:
+        _signal(ranks, signal.SIGKILL)
     return code
 
 
-def _in_a_fork[**P](run: Callable[P, int]) -> Callable[P, int]:
-    """`run` in a fork of this process, which ends with its result; returns the fork's pid."""
+def in_a_fork[**P](run: Callable[P, int]) -> Callable[P, int]:
+    """`run` in a fork of this process, which ends with its result, or by SIGTERM with this process; returns its pid."""
 
     @functools.wraps(run)
     def start(*args: P.args, **kwargs: P.kwargs) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         fork = os.fork()
         if fork == 0:
             code = 1
             try:
+                for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                    signal.signal(name, signal.SIG_DFL)
+                _end_with(parent, signal.SIGTERM)  # not SIGKILL: only a supervisor can end what its ranks have started
                 code = run(*args, **kwargs)
             except BaseException:
                 traceback.print_exc()
@@ -192,7 +205,7 @@ def _in_a_fork[**P](run: Callable[P, int]) -> Callable[P, int]:
     return start
 
 
-launch = _in_a_fork(supervise)  # returns its pid, for `wait` and `end`
+launch = in_a_fork(supervise)  # returns its pid, for `wait` and `end`
 
 
 def wait(supervisor: int) -> int:
@@ -325,4 +338,7 @@ def _exit_code(status: int) -> int:
 
 
 def _say(output: int, line: str) -> None:
-    os.write(output, f"[ranks] {line}\n".encode())
+    """Nothing, if its reader has gone, or has read nothing for a second: no line may keep a run from ending."""
+    with contextlib.suppress(BrokenPipeError):
+        if select.select([], [output], [], 1)[1]:  # it has room for a line
+            os.write(output, f"[ranks] {line}\n".encode())
