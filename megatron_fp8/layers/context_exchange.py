@@ -3,11 +3,16 @@
 Rank r of N has two chunks of a sequence, the r-th and the r-th from the end. Of the ranks before it all its queries see
 the early chunk; of the ranks behind it its late chunk sees both. There are two ways, equal but for rounding:
 
-    Gathered    One all-gather of K and V, beside the own block. Then all earlier ranks' keys are one block, and all
-                later ranks' another. Gradients go home in one exchange after the last block.
+    Gathered    One all-gather of K and V. Then all earlier ranks' keys are one block, and all later ranks' another.
+                Gradients go home in one exchange after the last of these blocks.
     Fetched     N - 1 rounds. In round i a rank gets what it sees of rank r - i, from rank r - i itself, and sends what
-                rank r + i sees to it. One round is under way while the block of the round before is computed. The
-                gradients of a round go home while the next one is computed.
+                rank r + i sees to it. The next round is under way while a block is computed. The gradients of a round
+                go home while the next one is computed.
+
+The own block needs nothing of this. So it is computed where the exchange would have to be waited for (context_parallel.py):
+
+    forward     own block, while K and V come                    the other blocks
+    backward    the linear before it, while K and V come         the other blocks        own block, while gradients go
 
                                                            Gathered        Fetched
     K and V that are held besides the own ones             N times those   2 times
@@ -30,95 +35,111 @@ from ..comm import tensor, wire
 
 
 class Block(NamedTuple):
-    """Own queries from row `first` on, against keys and values (t, b, ng, hn + hv)."""
+    """Own queries from row `first` on, against another rank's keys and values (t, b, ng, hn + hv), all of them seen."""
 
     first: int
     pairs: torch.Tensor
-    causal: bool
 
 
 class Gathered:
     """pairs (s/N, b, ng, hn + hv): this rank's K and V side by side. One tensor makes one collective. Of two, the
     second waits for the first, and with CUDA_DEVICE_MAX_CONNECTIONS=1 attention, launched after both, waits too.
 
-    `blocks` once; in a backward pass `add` after each of them, in their order, then `sums`.  count: of the blocks.
+    The other ranks' are on their way from the start. `blocks` once; in a backward pass `send` after each of them, in
+    their order, then `add_received`.  count: of the blocks.
     """
 
     def __init__(self, pairs: torch.Tensor, group):
-        self.count = 2 + (0 < group.rank() < group.size() - 1)
-        self._own, self._group = pairs, group
+        self.count = 1 + (0 < group.rank() < group.size() - 1)
+        self._group, self._rows = group, len(pairs)
+        self._coming: wire.Flight | None = wire.Flight(tensor.gather(pairs, group, wire.KEYS))
         self._gradients: list[torch.Tensor] = []
+        self._home: wire.Flight | None = None
 
     def blocks(self) -> Iterator[Block]:
-        """The own block, while the other ranks' pairs are on their way, and theirs."""
-        group = self._group
-        ranks, rank, chunk = group.size(), group.rank(), len(self._own) // 2
-        flight = wire.Flight(tensor.gather(self._own, group, wire.KEYS))
-        yield Block(0, self._own, True)
-        del self._own  # it is among what is gathered
-        whole = flight.land().unflatten(0, (ranks, 2, chunk))
+        """All earlier ranks' pairs, then all later ranks'. Of the last block only the caller holds the memory."""
+        ranks, rank, chunk = self._group.size(), self._group.rank(), self._rows // 2
+        assert self._coming is not None
+        whole, self._coming = self._coming.land().unflatten(0, (ranks, 2, chunk)), None
+        blocks = []
         if rank > 0:
-            yield Block(0, whole[:rank, 0].flatten(0, 1), False)
+            blocks.append(Block(0, whole[:rank, 0].flatten(0, 1)))
         if rank < ranks - 1:
-            yield Block(chunk, whole[rank + 1 :].flatten(0, 2), False)
+            blocks.append(Block(chunk, whole[rank + 1 :].flatten(0, 2)))
+        del whole
+        while blocks:
+            yield blocks.pop(0)
 
-    def add(self, gradient: torch.Tensor) -> None:
-        """The gradient of the pairs of the block that came last."""
-        self._gradients.append(gradient)
+    def send(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Start to send the gradients of the block that came last, (t, b, ng, hn) and (t, b, ng, hv), to its owners."""
+        self._gradients.append(torch.cat([dk, dv], -1))
+        if len(self._gradients) == self.count:
+            self._home = wire.Flight(_sent_home(self._gradients, self._rows, self._group))
 
-    def sums(self) -> torch.Tensor:
-        """The gradient of this rank's pairs, in their type."""
-        return wire.Flight(_sent_home(self._gradients, self._group)).land()
+    def add_received(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Add to the gradients of this rank's keys and values, in place, what the other ranks have of them."""
+        assert self._home is not None
+        _add(dk, dv, self._home.land())
 
 
-def _sent_home(parts: list[torch.Tensor], group) -> wire.Stages:
-    """A gradient's blocks (t, b, ng, hn + hv), in Gathered's order, which are used up -> the sum over ranks for the own
-    tokens."""
-    own, others = parts[0], parts[1:]
-    ranks, rank, rows = group.size(), group.rank(), len(own)
-    chunk = rows // 2
+def _sent_home(parts: list[torch.Tensor], rows: int, group) -> wire.Stages:
+    """A gradient's blocks (t, b, ng, hn + hv), in Gathered's order, which are used up -> the sum over the other ranks
+    for this rank's first tokens: in FP32, or one rank's as it is."""
+    ranks, rank, chunk = group.size(), group.rank(), rows // 2
     # An earlier rank is sent what falls on its early chunk, a later one both; so each gets both of the earlier ranks.
     sent = [chunk] * rank + [0] + [rows] * (ranks - 1 - rank)
     expected = [rows] * rank + [0] + [chunk] * (ranks - 1 - rank)
-    data = others[0] if len(others) == 1 else torch.cat(others)
-    del parts[:], others
+    data = parts[0] if len(parts) == 1 else torch.cat(parts)
+    parts.clear()
     received, handle = wire.pass_rows(data, sent, expected, group, wire.KEYS_GRADS)
     del data
     yield [handle]
-    total = own.float()
-    both, early = received.split([rank * rows, (ranks - 1 - rank) * chunk])
-    total += both.view(rank, *own.shape).sum(0, dtype=torch.float32)
-    total[:chunk] += early.view(ranks - 1 - rank, chunk, *own.shape[1:]).sum(0, dtype=torch.float32)
-    return total.to(own.dtype), []
+    if ranks == 2:
+        return received, []
+    of_both, of_early = rank, ranks - 1 - rank
+    both, early = received.split([of_both * rows, of_early * chunk])
+    stacks = [part.unflatten(0, (count, -1)) for part, count in ((both, of_both), (early, of_early)) if count]
+    total, *more = (stack.sum(0, dtype=torch.float32) for stack in stacks)
+    for part in more:
+        total[: len(part)] += part
+    return total, []
+
+
+def _add(dk: torch.Tensor, dv: torch.Tensor, total: torch.Tensor) -> None:
+    """Add total (t, b, ng, hn + hv), BF16 or FP32, to the first t rows of dk and dv; each sum is rounded once."""
+    for gradient, part in zip((dk, dv), total.split((dk.shape[3], dv.shape[3]), -1), strict=True):
+        gradient[: len(part)] += part
 
 
 class Fetched:
     """As Gathered."""
 
     def __init__(self, pairs: torch.Tensor, group):
-        self.count = group.size()
-        self._own, self._group = pairs, group
+        self.count = group.size() - 1
+        self._own, self._group, self._rows = pairs.contiguous(), group, len(pairs)
         self._round = 0
-        self._total = pairs.new_empty(0)  # FP32
-        self._home: wire.Flight | None = None  # a gradient of the last round
+        self._coming: wire.Flight | None = self._fetch(1)
+        self._home: wire.Flight | None = None  # gradients of the last round
+        self._total: torch.Tensor | None = None
 
     def blocks(self) -> Iterator[Block]:
-        """The own block and each other rank's; while one is computed the next is on its way."""
-        ranks, rank, chunk = self._group.size(), self._group.rank(), len(self._own) // 2
-        coming = self._fetch(1)
-        yield Block(0, self._own, True)
-        for i in range(1, ranks):
-            self._round, pairs = i, coming.land()
-            if i + 1 < ranks:
-                coming = self._fetch(i + 1)
-            else:
-                del coming
-            yield Block(0 if i <= rank else chunk, pairs, False)
-            del pairs  # round i + 2 may take its memory
+        """The pairs of each other rank; while one block is computed the next is on its way."""
+        rank, chunk = self._group.rank(), self._rows // 2
+        for i in range(1, self._group.size()):
+            self._round = i
+            yield Block(0 if i <= rank else chunk, self._landed())
+
+    def _landed(self) -> torch.Tensor:
+        """The round's pairs, held by none but the caller; the next round starts."""
+        assert self._coming is not None
+        pairs, self._coming = self._coming.land(), None
+        if self._round < self.count:
+            self._coming = self._fetch(self._round + 1)
+        return pairs
 
     def _seen(self, owner: int, reader: int) -> int:
         """How many of the owner's tokens the reader's queries see."""
-        return len(self._own) // (2 if owner < reader else 1)
+        return self._rows // (2 if owner < reader else 1)
 
     def _partners(self, i: int) -> tuple[int, int]:
         """(The rank whose pairs this one reads in round i, the rank that reads this one's)."""
@@ -136,26 +157,30 @@ class Fetched:
         sent[to], expected[source] = len(data), rows
         return wire.Flight(_started(*wire.pass_rows(data, sent, expected, self._group, kind)))
 
-    def add(self, gradient: torch.Tensor) -> None:
+    def send(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """As Gathered's."""
-        if self._round == 0:
-            self._total = gradient.float()
-            return
         rank, (owner, reader) = self._group.rank(), self._partners(self._round)
+        gradient = torch.cat([dk, dv], -1)
         self._land()
         self._home = self._pass(gradient, owner, reader, self._seen(rank, reader), wire.KEYS_GRADS)
 
     def _land(self) -> None:
-        """Add what has come home since the round before."""
-        if self._home is not None:
-            received = self._home.land()
-            self._total[: len(received)] += received
-        self._home = None
+        """Add what has come home since the round before, in FP32; of one other rank it is the sum as it is."""
+        if self._home is None:
+            return
+        received, self._home = self._home.land(), None
+        if self.count == 1:
+            self._total = received
+            return
+        if self._total is None:
+            self._total = received.new_zeros(self._rows, *received.shape[1:], dtype=torch.float32)
+        self._total[: len(received)] += received
 
-    def sums(self) -> torch.Tensor:
+    def add_received(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """As Gathered's."""
         self._land()
-        return self._total.to(self._own.dtype)
+        assert self._total is not None
+        _add(dk, dv, self._total)
 
 
 def _started(received: torch.Tensor, handle) -> wire.Stages:

@@ -17,15 +17,21 @@ dS = P (dP - rowsum(dO out)). With these inputs both are the whole softmax's, so
 (Ring Attention, arXiv 2310.01889).
 
 K and V come again in the backward pass instead of being kept, so that a rank keeps its own tokens alone. Either they
-are gathered beside the own block, or fetched from one rank after the other (context_exchange.py). To gather them is
-Llama 3's choice (arXiv 2407.21783, 3.3.2), whose grouped queries make them small. It makes fewer passes over the
-output, and its bytes are hidden if a rank has thousands of tokens:
+are gathered, or fetched from one rank after the other (context_exchange.py). To gather them is Llama 3's choice (arXiv
+2407.21783, 3.3.2), whose grouped queries make them small. It makes fewer passes over the output.
+
+**What travels does so beside what computes.** The own block needs no other rank. Forward it comes first, while K and V
+are on their way. Backward it comes last, while the gradients of the other ranks' K and V go home; K and V are asked for
+before the linear behind attention computes its gradients (`announced`, function.py). The own block hides the bytes if a
+rank has thousands of tokens:
 
     4 (N - 1) T K bytes    beside the own block's 2 T^2 A FLOPs        T tokens a rank; K, A channels of keys, queries
 
-At 370 GB/s and 450 TFLOP/s that is so from T = 2400 (N - 1) K / A on: 4,300 tokens on each of 8 ranks if K = A / 4. (An
-H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer take more than 512 MiB
-(flags/stock.py): 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are fetched.
+At 370 GB/s and 450 TFLOP/s that is so from T = 2400 (N - 1) K / A on: 4,300 tokens on each of 8 ranks if K = A / 4. The
+own block's backward pass has 2.5 times the FLOPs, for 3/4 of the bytes. The linear's two GEMMs have 4 T A H of them
+for H hidden channels, at some 1,200 TFLOP/s: enough from A H = 0.8 (N - 1) 1200 K channels on: (N - 1) K up to 5,000
+for Llama 3 8B's. (An H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer take
+more than 512 MiB (flags/stock.py): 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are fetched.
 """
 
 import functools
@@ -40,6 +46,7 @@ from .. import ops
 from ..errors import UserError
 from ..flags.stock import FETCHED_ABOVE
 from .context_exchange import Fetched, Gathered
+from .function import Function
 from .parcel import hold
 
 _aten = torch.ops.aten
@@ -76,9 +83,8 @@ def attention(
         )
     exchange = Fetched if fetch and (k.nbytes + v.nbytes) * group.size() > FETCHED_ABOVE else Gathered
     y = _ContextAttention.apply(q, k, v, scale, kernel, functools.partial(exchange, group=group))
-    if y.shape[3] != width:
-        return y[..., :width].flatten(2)
-    y = y.flatten(2)
+    if v.shape[3] != width:
+        return y.view(*q.shape[:3], -1)[..., :width].flatten(2)
     if y.requires_grad:  # the backward pass reads it, so it is kept
         hold(y)
     return y
@@ -93,46 +99,59 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
     return _FUSED.get(choice)
 
 
-class _ContextAttention(torch.autograd.Function):
-    """q, k, v as `attention` -> (s/N, b, np, hv).  exchange(pairs): the Gathered or Fetched of a pass."""
+class _ContextAttention(Function):
+    """q, k, v as `attention` -> (s/N, b, np * hv).  exchange(pairs): the Gathered or Fetched of a pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale: float, kernel: Kernel, exchange):
-        ours, widths = exchange(torch.cat([k, v], -1)), (k.shape[3], v.shape[3])
-        y = lse = None
-        rest: tuple = ()
-        for i, (first, pairs, causal) in enumerate(ours.blocks(), 1):
+        theirs, widths = exchange(torch.cat([k, v], -1)), (k.shape[3], v.shape[3])
+        out, lse, rest = kernel.forward(*map(_heads, (q, k, v)), True, scale)
+        y, lse = out.permute(2, 0, 1, 3), lse.contiguous()
+        del out
+        for i, (first, pairs) in enumerate(theirs.blocks(), 1):
             keys, values = pairs.split(widths, -1)
-            out, of_block, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), causal, scale)
-            part = out.permute(2, 0, 1, 3)
-            if y is None:
-                y, lse = part, of_block.clone(memory_format=torch.contiguous_format)
-            else:  # in FP32 between blocks
-                y = ops.merge_attention(y, lse, part, of_block, q.dtype if i == ours.count else torch.float32)
+            out, of_block, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), False, scale)
+            part, dtype = out.permute(2, 0, 1, 3), q.dtype if i == theirs.count else torch.float32
+            y = ops.merge_attention(y, lse, part, of_block, dtype)
             del pairs, keys, values, out, of_block, part  # the next block may take their memory
+        y = y.flatten(2)
         ctx.save_for_backward(q, k, v, y, lse, *rest)
-        ctx.how = scale, kernel, exchange
+        ctx.how, ctx.begun, ctx.announced = (scale, kernel, exchange), None, _begin
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        q, k, v, y, lse, *rest = ctx.saved_tensors
-        scale, kernel, exchange = ctx.how
-        ours, widths, dq = exchange(torch.cat([k, v], -1)), (k.shape[3], v.shape[3]), None
-        wide = q.dtype if ours.count == 2 else torch.float32  # the sum of two is rounded once in either
-        for first, pairs, causal in ours.blocks():
+        if ctx.begun is None:
+            _begin(ctx)
+        (q, k, v, y, lse, *rest), theirs = ctx.begun
+        ctx.begun = None
+        scale, kernel, _ = ctx.how
+        widths, dq, start = (k.shape[3], v.shape[3]), None, 0
+        dy, y = (t.view(*q.shape[:3], -1) for t in (dy, y))
+        wide = q.dtype if theirs.count == 1 else torch.float32  # the sum of two is rounded once in either
+        for first, pairs in theirs.blocks():
             keys, values = pairs.split(widths, -1)
             operands = map(_heads, (dy[first:], q[first:], keys, values, y[first:]))
-            grads = kernel.backward(*operands, lse[..., first:].contiguous(), causal, scale, *rest)
+            grads = kernel.backward(*operands, lse[..., first:].contiguous(), False, scale, *rest)
             of_queries, *of_pairs = (t.permute(2, 0, 1, 3) for t in grads)
+            del pairs, keys, values, grads, operands
+            theirs.send(*of_pairs)
             if dq is None:
-                dq = of_queries.to(wide, memory_format=torch.contiguous_format)
-            else:
-                dq[first:] += of_queries
-            ours.add(torch.cat(of_pairs, -1))
-            del pairs, keys, values, grads, of_queries, of_pairs
-        dk, dv = ours.sums().split(widths, -1)
-        return dq.to(q.dtype), dk, dv, None, None, None
+                dq, start = of_queries.to(wide), first
+            else:  # no later block has more queries
+                dq[first - start :] += of_queries
+            del of_queries, of_pairs
+        grads = kernel.backward(*map(_heads, (dy, q, k, v, y)), lse, True, scale, *rest)
+        total, dk, dv = (t.permute(2, 0, 1, 3) for t in grads)
+        total[start:] += dq
+        theirs.add_received(dk, dv)
+        return total, dk, dv, None, None, None
+
+
+def _begin(ctx) -> None:
+    """Have the other ranks' K and V come for the backward pass of _ContextAttention."""
+    saved = ctx.saved_tensors
+    ctx.begun = saved, ctx.how[2](torch.cat(saved[1:3], -1))
 
 
 def _heads(t: torch.Tensor) -> torch.Tensor:

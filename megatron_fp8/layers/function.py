@@ -14,3 +14,12 @@ class Function(torch.autograd.Function):
     def __init_subclass__(cls):
         super().__init_subclass__()
         cls.apply = super(torch.autograd.Function, cls).apply
+
+
+def announce(ctx) -> None:
+    """Call `announced` of the function that made this one's first input, if it has left one on its ctx: its backward
+    pass comes after this one, and may start now what it will wait for."""
+    maker = ctx.next_functions[0][0]
+    announced = getattr(maker, "announced", None)
+    if announced is not None:
+        announced(maker)

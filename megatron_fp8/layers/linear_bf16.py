@@ -19,7 +19,7 @@ from ..flags.emulate import OPERANDS
 from ..numerics.emulation import EmulatedFormat
 from ..numerics.noise import noise_seed
 from ..ops import source
-from .function import Function
+from .function import Function, announce
 from .parcel import Call
 
 type Rounding = dict[str, tuple[EmulatedFormat, tuple[int, int] | None]]  # with a seed if it is stochastic
@@ -52,6 +52,8 @@ class Bf16Product(Function):
             exact = call.start_gather(exact).land()
         (x,) = ctx.saved_tensors if call.wgrad else (None,)
         gathering = call.start_gather(source.rows(x)) if call.gather and call.wgrad else None
+        if needs_dx:
+            announce(ctx)
         if call.training:
             call.weight.casts.follow(GRAD, exact)
         gradient = _rounded(exact, rounding, "gradient")

@@ -42,7 +42,7 @@ from ..engine.owned_weight import GRAD
 from ..numerics.scaled import ScaledTensor
 from ..ops import source
 from ..ops.source import Payloads
-from .function import Function
+from .function import Function, announce
 from .parallel import gathered_product, summed_product
 from .parcel import Call, Late, Parcel, recipe_of
 
@@ -55,7 +55,7 @@ class Fp8Product(Function):
 
     @staticmethod
     def forward(ctx, x, anchor, parcel: Parcel, bias, residual):
-        call = parcel.call
+        call, ctx.announces = parcel.call, parcel.q is None  # what comes in FP8 comes of a norm or an activation
         if parcel.q is None:
             recipe = recipe_of(x) if call.recasts and call.columns else None
             parcel.cast(call.whole(x) if call.gather == "bf16" else source.rows(x), recipe)
@@ -99,6 +99,8 @@ class Fp8Product(Function):
         call, scale, scale_inv, kept = parcel.call, ctx.scale, ctx.scale_inv, ctx.saved_tensors
         gathering = _gather_x(ctx, call, scale, kept) if call.wgrad and call.gather else None
         gradient = _gradient(ctx, parcel, dy)
+        if ctx.announces and needs_dx:  # the GEMMs hide what attention's backward pass then asks other ranks for
+            announce(ctx)
         dx = _dgrad(ctx.w, call, gradient, dy.dtype) if needs_dx else None
         summing = call.start_sum(dx) if call.sum_dx and needs_dx else None
 

@@ -50,10 +50,13 @@ def exact(q, k, v, dy) -> list[torch.Tensor]:
 
 
 class Handed:
-    """A rank's exchange that takes the other ranks' pairs from `wholes`, and adds gradients to `totals`."""
+    """A rank's exchange that takes the other ranks' pairs from `wholes`, and adds gradients to `totals`.
 
-    def __init__(self, pairs, group, *, parts, wholes, totals):
-        self.own, self.parts, self.totals, self.count = pairs, parts, totals, len(parts)
+    own: the rank's tokens; parts: (first query, tokens) of each of the other blocks.
+    """
+
+    def __init__(self, pairs, group, *, own, parts, wholes, totals):
+        self.own, self.parts, self.totals, self.count = own, parts, totals, len(parts)
         width = pairs.shape[3] // 2 if sum(t.shape[3] for t in wholes) < pairs.shape[3] else None
         self.widths = [width or t.shape[3] for t in wholes]  # padded alike, or not at all
         padded = [F.pad(t, (0, n - t.shape[3])) for t, n in zip(wholes, self.widths, strict=True)]
@@ -62,14 +65,17 @@ class Handed:
     def blocks(self):
         for first, tokens in self.parts:
             self.tokens = tokens
-            yield Block(first, self.whole[tokens], causal=tokens is self.parts[0][1])
+            yield Block(first, self.whole[tokens])
 
-    def add(self, gradient):
-        for total, part in zip(self.totals, gradient.split(self.widths, -1), strict=True):
-            total.index_add_(0, self.tokens, part[..., : total.shape[3]].float())
+    def send(self, dk, dv):
+        self._add(self.tokens, dk, dv)
 
-    def sums(self):
-        return torch.zeros_like(self.own)
+    def add_received(self, dk, dv):
+        self._add(self.own, dk, dv)
+
+    def _add(self, tokens, *gradients):
+        for total, part in zip(self.totals, gradients, strict=True):
+            total.index_add_(0, tokens, part[..., : total.shape[3]].float())
 
 
 def by_ranks(ranks: int, joined: bool, q, k, v, dy, monkeypatch) -> list[torch.Tensor]:
@@ -87,8 +93,8 @@ def by_ranks(ranks: int, joined: bool, q, k, v, dy, monkeypatch) -> list[torch.T
         earlier, between = list(halves[:rank, 0]), [both.flatten() for both in halves[rank + 1 :]]
         if joined:
             earlier, between = ([torch.cat(tokens)] if tokens else [] for tokens in (earlier, between))
-        parts = [(0, own), *((0, tokens) for tokens in earlier), *((len(own) // 2, tokens) for tokens in between)]
-        handed = functools.partial(Handed, parts=parts, wholes=(k, v), totals=totals)
+        parts = [*((0, tokens) for tokens in earlier), *((len(own) // 2, tokens) for tokens in between)]
+        handed = functools.partial(Handed, own=own, parts=parts, wholes=(k, v), totals=totals)
         monkeypatch.setattr(context_parallel, "Gathered", handed)
         operands = [t[own].requires_grad_() for t in (q, k, v)]
         with _fastest_first():

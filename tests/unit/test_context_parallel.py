@@ -4,6 +4,7 @@ and against torch's own ring attention.
 One group of processes a size does everything once (`work`) and saves what each rank got; the tests look at it.
 """
 
+import functools
 import itertools
 import math
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from engine_parts import OneWeight
 from gloo_ranks import run_ranks
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
@@ -20,11 +22,14 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
     _templated_ring_attention_backward,
 )
 
-from megatron_fp8 import ops
+from megatron_fp8 import gemm, ops
 from megatron_fp8.comm import wire
 from megatron_fp8.layers import context_parallel
 from megatron_fp8.layers.attention import TorchAttention
-from megatron_fp8.layers.parcel import recipe_of
+from megatron_fp8.layers.context_exchange import Block
+from megatron_fp8.layers.context_parallel import Kernel
+from megatron_fp8.layers.linear import product
+from megatron_fp8.layers.parcel import Parcel, plan, recipe_of
 
 S, B = 48, 2
 HEADS = {  # np, ng, hn, hv
@@ -72,7 +77,7 @@ def work(rank: int, ranks: int) -> dict:
         operands = [t.requires_grad_() for t in (q, k, v)]
         wire.sent_bytes.clear()
         y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group, WAYS[way])
-        kept = {t.data_ptr() for t in y.grad_fn.next_functions[0][0].saved_tensors}
+        kept = {t.data_ptr() for t in y.grad_fn.saved_tensors}
         assert recipe_of(y) is not None and y.data_ptr() in kept
         grads = torch.autograd.grad(y, operands, dy.flatten(2))
         found[case, dtype, way] = [y.detach().view(dy.shape), *grads], dict(wire.sent_bytes)
@@ -222,3 +227,65 @@ def test_only_large_keys_are_fetched(monkeypatch, fetch):
         with pytest.raises(Told):
             context_parallel.attention(q, k, v, 0.25, group, fetch)
     assert made == ["Gathered", "Fetched" if fetch else "Gathered"]
+
+
+# --- the order of things on one rank of two
+
+
+class Noted:
+    """An exchange that writes down what it is asked for; the other rank has zeros."""
+
+    count = 1
+
+    def __init__(self, pairs, group, events):
+        self.pairs, self.events = pairs, events
+        events.append("keys")
+
+    def blocks(self):
+        yield Block(len(self.pairs) // 2, torch.zeros_like(self.pairs))
+
+    def send(self, dk, dv):
+        self.events.append("gradients")
+
+    def add_received(self, dk, dv):
+        self.events.append("received")
+
+
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """What happens in attention and the linear behind it, in the order of launches: "own" and "other" are blocks."""
+    noted, plain, multiply = [], context_parallel._REFERENCE, gemm.gemm
+
+    def of(function, causal_at):
+        return lambda *args: (noted.append("own" if args[causal_at] else "other"), function(*args))[1]
+
+    monkeypatch.setattr(context_parallel, "_REFERENCE", Kernel(of(plain.forward, 3), of(plain.backward, 6)))
+    monkeypatch.setattr(context_parallel, "Gathered", functools.partial(Noted, events=noted))
+    monkeypatch.setattr(gemm, "gemm", lambda *args, **how: (noted.append("gemm"), multiply(*args, **how))[1])
+    return noted
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_what_travels_does_so_beside_what_computes(events, group, fp8):
+    """K and V come beside the own block, and in the backward pass beside the linear's GEMMs. Gradients of other ranks'
+    K and V go before the own block's backward pass begins, and are waited for after it."""
+    one = OneWeight(torch.randn(64, 64).bfloat16(), group)
+    one.weight.fp8 = fp8
+    operands = [torch.randn(16, 1, 4, 16).bfloat16().requires_grad_() for _ in range(3)]
+    y = context_parallel.attention(*operands, 0.25, SimpleNamespace(size=lambda: 2))
+    assert events == ["keys", "own", "other"]
+    events.clear()
+    z = product(y, torch.zeros(0, requires_grad=True), Parcel(plan(one.weight, None, False, False, training=True)))
+    events.clear()
+    torch.autograd.grad(z, operands, torch.ones_like(z))
+    assert events[:2] == ["keys", "gemm"] and events[-4:] == ["other", "gradients", "own", "received"]
+    assert events.count("keys") == 1
+
+
+def test_without_that_linear_keys_come_when_they_are_needed(events):
+    operands = [torch.randn(16, 1, 4, 16).requires_grad_() for _ in range(3)]
+    y = context_parallel.attention(*operands, 0.25, SimpleNamespace(size=lambda: 2))
+    events.clear()
+    for _ in range(2):
+        torch.autograd.grad(y, operands, torch.ones_like(y), retain_graph=True)
+    assert events == 2 * ["keys", "other", "gradients", "own", "received"]
