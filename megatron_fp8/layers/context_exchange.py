@@ -70,9 +70,10 @@ class Gathered:
         while blocks:
             yield blocks.pop(0)
 
-    def send(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Start to send the gradients of the block that came last, (t, b, ng, hn) and (t, b, ng, hv), to its owners."""
-        self._gradients.append(torch.cat([dk, dv], -1))
+    def send(self, gradients: list[torch.Tensor]) -> None:
+        """Start to send the last block's dk (t, b, ng, hn) and dv (t, b, ng, hv), which are used up, to its owners."""
+        self._gradients.append(torch.cat(gradients, -1))
+        gradients.clear()
         if len(self._gradients) == self.count:
             self._home = wire.Flight(_sent_home(self._gradients, self._rows, self._group))
 
@@ -116,7 +117,8 @@ class Fetched:
 
     def __init__(self, pairs: torch.Tensor, group):
         self.count = group.size() - 1
-        self._own, self._group, self._rows = pairs.contiguous(), group, len(pairs)
+        self._group, self._rows = group, len(pairs)
+        self._own: torch.Tensor | None = pairs.contiguous()  # while another rank waits for them
         self._round = 0
         self._coming: wire.Flight | None = self._fetch(1)
         self._home: wire.Flight | None = None  # gradients of the last round
@@ -149,7 +151,9 @@ class Fetched:
     def _fetch(self, i: int) -> wire.Flight:
         rank, (owner, reader) = self._group.rank(), self._partners(i)
         there, here = self._seen(rank, reader), self._seen(owner, rank)
-        return self._pass(self._own[:there], reader, owner, here, wire.KEYS)
+        assert self._own is not None
+        own, self._own = self._own[:there], self._own if i < self.count else None
+        return self._pass(own, reader, owner, here, wire.KEYS)
 
     def _pass(self, data: torch.Tensor, to: int, source: int, rows: int, kind: str) -> wire.Flight:
         """Send `data` to a rank, while another sends so many rows."""
@@ -157,10 +161,11 @@ class Fetched:
         sent[to], expected[source] = len(data), rows
         return wire.Flight(_started(*wire.pass_rows(data, sent, expected, self._group, kind)))
 
-    def send(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+    def send(self, gradients: list[torch.Tensor]) -> None:
         """As Gathered's."""
         rank, (owner, reader) = self._group.rank(), self._partners(self._round)
-        gradient = torch.cat([dk, dv], -1)
+        gradient = torch.cat(gradients, -1)
+        gradients.clear()
         self._land()
         self._home = self._pass(gradient, owner, reader, self._seen(rank, reader), wire.KEYS_GRADS)
 

@@ -104,7 +104,7 @@ class _ContextAttention(Function):
 
     @staticmethod
     def forward(ctx, q, k, v, scale: float, kernel: Kernel, exchange):
-        theirs, widths = exchange(torch.cat([k, v], -1)), (k.shape[3], v.shape[3])
+        theirs, widths = exchange(_side_by_side(k, v)), (k.shape[3], v.shape[3])
         out, lse, rest = kernel.forward(*map(_heads, (q, k, v)), True, scale)
         y, lse = out.permute(2, 0, 1, 3), lse.contiguous()
         del out
@@ -135,12 +135,12 @@ class _ContextAttention(Function):
             grads = kernel.backward(*operands, lse[..., first:].contiguous(), False, scale, *rest)
             of_queries, *of_pairs = (t.permute(2, 0, 1, 3) for t in grads)
             del pairs, keys, values, grads, operands
-            theirs.send(*of_pairs)
+            theirs.send(of_pairs)
             if dq is None:
                 dq, start = of_queries.to(wide), first
             else:  # no later block has more queries
                 dq[first - start :] += of_queries
-            del of_queries, of_pairs
+            del of_queries
         grads = kernel.backward(*map(_heads, (dy, q, k, v, y)), lse, True, scale, *rest)
         total, dk, dv = (t.permute(2, 0, 1, 3) for t in grads)
         total[start:] += dq
@@ -151,7 +151,15 @@ class _ContextAttention(Function):
 def _begin(ctx) -> None:
     """Have the other ranks' K and V come for the backward pass of _ContextAttention."""
     saved = ctx.saved_tensors
-    ctx.begun = saved, ctx.how[2](torch.cat(saved[1:3], -1))
+    ctx.begun = saved, ctx.how[2](_side_by_side(*saved[1:3]))
+
+
+def _side_by_side(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """(t, b, ng, hn + hv): a view if each v follows its k in memory, as the split of QKV leaves them."""
+    after = k.data_ptr() + k.shape[3] * k.itemsize
+    if v.data_ptr() == after and v.stride() == k.stride() and v.untyped_storage()._cdata == k.untyped_storage()._cdata:
+        return k.as_strided((*k.shape[:3], k.shape[3] + v.shape[3]), k.stride())
+    return torch.cat([k, v], -1)
 
 
 def _heads(t: torch.Tensor) -> torch.Tensor:

@@ -60,16 +60,16 @@ class SplitQkv(Function):
     """
 
     @staticmethod
-    def forward(ctx, mixed, groups: int, heads_per_group: int, rotary: Rotary, maker: Parcel | None):
+    def forward(ctx, mixed, groups: int, heads_per_group: int, rotary: Rotary, paired: bool, maker: Parcel | None):
         ctx.rotary, ctx.shape, ctx.maker = rotary, mixed.shape, maker
         cos, sin, interleaved = rotary
-        return ops.split_qkv(mixed, groups, heads_per_group, cos, sin, interleaved=interleaved)
+        return ops.split_qkv(mixed, groups, heads_per_group, cos, sin, interleaved=interleaved, paired=paired)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
         joined = JoinedGradient(dq, dk, dv, ctx.rotary)
         mixed = joined.values().view(ctx.shape) if ctx.maker is None else ctx.maker.post(joined, ctx.shape, dq)
-        return mixed, None, None, None, None
+        return mixed, None, None, None, None, None
 
 
 _KEPT = 2  # tables: of training, and of a validation with another length
@@ -116,6 +116,8 @@ class FusedSelfAttention(SelfAttention):
             *(not config.attention_output_gate, not config.fused_single_qkv_rope),
         )
         self._rotary = Rotary()  # of the forward pass under way
+        # Other ranks are sent both in one tensor.
+        self._pairs = config.context_parallel_size > 1 and isinstance(self.core_attention, TorchAttention)
 
     def forward(self, hidden_states, attention_mask, *args, **kwargs):
         documents, length = self._documents(kwargs), hidden_states.shape[0]
@@ -170,7 +172,7 @@ class FusedSelfAttention(SelfAttention):
             mixed, maker = mixed.clone(), None  # the split uses it up; a hook or a wrapper of the linear may keep it
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
-        q, k, v = SplitQkv.apply(mixed, groups, heads_per_group, self._rotary, maker)
+        q, k, v = SplitQkv.apply(mixed, groups, heads_per_group, self._rotary, self._pairs, maker)
         q = q if self.q_layernorm is None else self.q_layernorm(q)
         k = k if self.k_layernorm is None else self.k_layernorm(k)
         return q, k, v

@@ -45,6 +45,7 @@ def split_qkv(
     sin: torch.Tensor | None = None,
     *,
     interleaved: bool = False,
+    paired: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split `mixed` into q (s, b, groups * heads_per_group, hn), k and v (s, b, groups, hn), with q and k rotated.
 
@@ -52,6 +53,7 @@ def split_qkv(
         mixed: (s, b, groups * (heads_per_group + 2) * hn), contiguous. Do not use it afterwards: it may be overwritten.
         cos, sin: (s, d) float32, d even and at most hn. None: nothing is rotated.
         interleaved: whether the two numbers of a pair are adjacent.
+        paired: whether each head's v is to follow its k in memory, as in `mixed`; else k and v are contiguous if new.
 
     With one group, or one query head a group, q, k and v are views of `mixed`, rotated in place: this takes no memory,
     and no time without rotation. Otherwise q cannot be a view. Then all three are new, and `mixed` can be freed.
@@ -66,8 +68,11 @@ def split_qkv(
         part = heads[..., : r + 1, : cos.shape[-1]]
         x = part.float()
         part.copy_(x * _by_head(cos) + _rotated_half(x, interleaved) * _by_head(sin))
-    parts = heads[..., :r, :].flatten(2, 3), heads[..., r, :], heads[..., r + 1, :]
-    return parts if in_place else tuple(part.contiguous() for part in parts)
+    q, pairs = heads[..., :r, :].flatten(2, 3), heads[..., r:, :]
+    if not in_place:
+        q, pairs = q.contiguous(), pairs.contiguous()
+    k, v = pairs.unbind(3)
+    return (q, k, v) if in_place or paired else (q, k.contiguous(), v.contiguous())
 
 
 def join_qkv(

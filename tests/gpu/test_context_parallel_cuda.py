@@ -67,8 +67,8 @@ class Handed:
             self.tokens = tokens
             yield Block(first, self.whole[tokens])
 
-    def send(self, dk, dv):
-        self._add(self.tokens, dk, dv)
+    def send(self, gradients):
+        self._add(self.tokens, *gradients)
 
     def add_received(self, dk, dv):
         self._add(self.own, dk, dv)

@@ -62,10 +62,11 @@ def put_all(*tensors):
     return [None if t is None else put(t) for t in tensors]
 
 
-def check_split(mixed, groups, r, angles, interleaved=False) -> None:
+def check_split(mixed, groups, r, angles, interleaved=False, paired=False) -> None:
     on_device, device_angles = put(mixed.clone()), put_all(*angles)
-    expected = reference_qkv.split_qkv(mixed.clone(), groups, r, *angles, interleaved=interleaved)
-    got = split_qkv(on_device, groups, r, *device_angles, interleaved=interleaved)
+    how = {"interleaved": interleaved, "paired": paired}
+    expected = reference_qkv.split_qkv(mixed.clone(), groups, r, *angles, **how)
+    got = split_qkv(on_device, groups, r, *device_angles, **how)
     for one, other in zip(got, expected, strict=True):
         assert same(one, other)
         strides = zip(one.shape, one.stride(), other.stride(), strict=True)
@@ -120,6 +121,12 @@ def product(shape, dtype=torch.bfloat16) -> torch.Tensor:
 def test_split(shape, interleaved):
     s, _, groups, r, _, d = shape
     check_split(product(shape), groups, r, tables(s, d), interleaved)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 2, 4, 11, 12)], ids=str)
+def test_split_with_each_value_behind_its_key(shape):
+    s, _, groups, r, _, d = shape
+    check_split(product(shape), groups, r, tables(s, d), paired=True)
 
 
 @dtypes

@@ -244,7 +244,7 @@ class Noted:
     def blocks(self):
         yield Block(len(self.pairs) // 2, torch.zeros_like(self.pairs))
 
-    def send(self, dk, dv):
+    def send(self, gradients):
         self.events.append("gradients")
 
     def add_received(self, dk, dv):

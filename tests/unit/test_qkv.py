@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_fp8 import ops
+from megatron_fp8.layers.context_parallel import _side_by_side
 from megatron_fp8.numerics.formats import E4M3, E5M2
 
 # s, b, groups, query heads a group, size of a head, rotated numbers of a head
@@ -69,6 +70,19 @@ def test_memory_is_that_of_the_product_or_new(groups, r, in_place):
         parts = ops.split_qkv(mixed, groups, r, *table)
         assert [t.untyped_storage().data_ptr() == memory for t in parts] == [in_place] * 3
     assert torch.equal(mixed, before) != in_place
+
+
+@pytest.mark.parametrize(("groups", "r"), [(2, 1), (1, 3), (3, 2)])
+def test_each_value_is_behind_its_key_if_wanted(groups, r):
+    """One view is then both, side by side: what context parallelism sends."""
+    mixed, _, tables = case((4, 2, groups, r, 16, 8))
+    plain = ops.split_qkv(mixed.clone(), groups, r, *tables)
+    paired = ops.split_qkv(mixed.clone(), groups, r, *tables, paired=True)
+    assert all(torch.equal(one, other) for one, other in zip(paired, plain, strict=True))
+    pairs = _side_by_side(*paired[1:])
+    assert pairs.data_ptr() == paired[1].data_ptr() and torch.equal(pairs, torch.cat(plain[1:], -1))
+    apart = _side_by_side(*plain[1:])
+    assert torch.equal(apart, pairs) and (apart.data_ptr() == plain[1].data_ptr()) == (1 in (groups, r))
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)

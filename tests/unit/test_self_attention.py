@@ -133,6 +133,6 @@ def test_whoever_has_kept_the_product_is_refused():
     """It is rotated where it lies: its old values are gone."""
     mixed = torch.randn(S, B, 3 * HIDDEN, requires_grad=True) * 1.0
     square = mixed.square()
-    q, _, _ = SplitQkv.apply(mixed, HEADS, 1, Rotary(*cos_sin(embedding(), 1.0)), None)
+    q, _, _ = SplitQkv.apply(mixed, HEADS, 1, Rotary(*cos_sin(embedding(), 1.0)), False, None)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (square.sum() + q.sum()).backward()

@@ -95,12 +95,13 @@ def _store_pairs(places, first, second, wanted, D: tl.constexpr, BLOCK: tl.const
 @triton.jit
 def _qkv_split_kernel(
     x_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, batch, M, groups,
-    R: tl.constexpr, HN: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    R: tl.constexpr, HN: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Without q_ptr: rotate the query and key heads of x in place.
 
-    With it: write all heads to q (M, groups * R * HN), k and v (M, groups * HN), with q and k rotated.
+    With it: write all heads to q (M, groups * R * HN), k and v (M, groups * KV), with q and k rotated. KV: from a head
+    of k or v to the next.
     """
     TURNED: tl.constexpr = R + 1
     TAKEN: tl.constexpr = TURNED if q_ptr is None else R + 2
@@ -119,8 +120,8 @@ def _qkv_split_kernel(
             target = source
         else:
             is_q, is_k = slot < R, slot == R
-            head = tl.where(is_q, q_ptr + (group * R + slot) * HN, tl.where(is_k, k_ptr, v_ptr) + group * HN)
-            target = head + tl.where(is_q, rows * groups * (R * HN), rows * groups * HN)
+            head = tl.where(is_q, q_ptr + (group * R + slot) * HN, tl.where(is_k, k_ptr, v_ptr) + group * KV)
+            target = head + tl.where(is_q, rows * groups * (R * HN), rows * groups * KV)
         if D > 0:
             x_1, x_2 = _load_pairs(source, inside, D, BLOCK, INTERLEAVED)
             x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
@@ -340,6 +341,7 @@ def split_qkv(
     sin: torch.Tensor | None = None,
     *,
     interleaved: bool = False,
+    paired: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See reference_qkv.split_qkv. One pass, or none if there is nothing to do."""
     s, b, width = mixed.shape
@@ -354,14 +356,18 @@ def split_qkv(
         k, v = (mixed.as_strided((s, b, groups, hn), (*rows, group, unit), first + at * head) for at in (r, r + 1))
         outputs, taken, rest = (None, None, None), groups * (r + 1), 0
     else:
-        q, k, v = (mixed.new_empty(s, b, n, hn) for n in (groups * r, groups, groups))
+        q = mixed.new_empty(s, b, groups * r, hn)
+        if paired:
+            k, v = mixed.new_empty(s, b, groups, 2 * hn).split(hn, 3)
+        else:
+            k, v = (mixed.new_empty(s, b, groups, hn) for _ in range(2))
         outputs, taken, rest = (q, k, v), groups * (r + 2), hn - d
     if d or not in_place:
         cut = _cut(taken, d, rest)
         grid = (cdiv(s * b, cut["ROWS"]) * taken // cut["HEADS"],)
         _qkv_split_kernel[grid](
             mixed, *outputs, cos, sin, b, s * b, groups,
-            R=r, HN=hn, INTERLEAVED=interleaved, **cut, enable_fp_fusion=False,
+            R=r, HN=hn, KV=k.stride(2), INTERLEAVED=interleaved, **cut, enable_fp_fusion=False,
         )  # fmt: skip
     if d and in_place:  # autograd does not see the kernel's write; this makes it reject uses of the old values
         torch.autograd.graph.increment_version(mixed)

@@ -150,14 +150,17 @@ def context(w: Workload) -> float:
 
     Two sizes, on N ranks:    a rank's own K and V, or their gradients        a tensor in BF16 like its queries
 
-        gathered, N = 2       6.5                                             1
-        gathered              3 N - 1 on the first rank                       1.5
-                              3 N - 2 on the second                           2.5, since three blocks' dQ add up in FP32
-        fetched               N + 4.5, at most 9                              2.5, or 1.5 if N = 2
+        N = 2                 2.5                                             2, the own block's dQ and the other's
+        gathered              N + 2.5, as the own block ends                  3, since more blocks' dQ add up in FP32
+                              2 N - 1.5, as the last of the others ends       2.5
+        fetched, N = 3, 4     N / 2 + 3.5                                     3
+        fetched, more         N / 2 + 5, at most 8                            2.5
     """
     n, own, like_queries = w.context, 4 * w.tokens * w.groups / w.tensor, 2 * w.tokens * w.heads / w.tensor
-    if w.fetches:
-        return min(n + 4.5, 9) * own + (2.5 if n > 2 else 1.5) * like_queries
     if n == 2:
-        return 6.5 * own + like_queries
-    return max((3 * n - 1) * own + 1.5 * like_queries, (3 * n - 2) * own + 2.5 * like_queries)
+        return 2.5 * own + 2 * like_queries
+    if not w.fetches:
+        return max((n + 2.5) * own + 3 * like_queries, (2 * n - 1.5) * own + 2.5 * like_queries)
+    if n <= 4:
+        return (n / 2 + 3.5) * own + 3 * like_queries
+    return min(n / 2 + 5, 8) * own + 2.5 * like_queries
