@@ -1,19 +1,17 @@
-// The functions of the benchmark's library: like those of megatron_fp8/gemm/csrc/library.cu.
+// The functions of the benchmark's library, over the product's grouped kernels and those of this folder: as those of
+// megatron_fp8/gemm/csrc/library.cu.
 #include <atomic>
 
-#include "grouped_abi.h"
+#include "table.h"
 
 #define MFP8_EXPORT __attribute__((visibility("default")))
 
 namespace mfp8 {
 
-extern const GroupedFamily rows_e4m3, rows_e5m2, sum_bf16, sum_fp32, ptr_array_rows, ptr_array_sum;
-static const GroupedFamily* const families[] = {&rows_e4m3, &rows_e5m2,      &sum_bf16,
-                                                &sum_fp32,  &ptr_array_rows, &ptr_array_sum};
+extern const GroupedFamily e4m3_grouped, e5m2_grouped, tables, ptr_array;
 
 static const GroupedEntry* find(int kernel) {
-  for (const GroupedFamily* family : families) {
-    if (kernel < 0) return nullptr;
+  for (const GroupedFamily* family : {&e4m3_grouped, &e5m2_grouped, &tables, &ptr_array}) {
     if (kernel < family->count) return &family->entries[kernel];
     kernel -= family->count;
   }
@@ -28,28 +26,23 @@ static std::atomic<uint32_t> launches;
 
 extern "C" {
 
-MFP8_EXPORT int mfp8_grouped_kernels() {
-  int count = 0;
-  for (const mfp8::GroupedFamily* family : mfp8::families) count += family->count;
-  return count;
-}
-
-// sums: whether it is a weight gradient; ptr_array: whether it is CUTLASS' own.
-MFP8_EXPORT int mfp8_grouped_describe(int kernel, mfp8_info* info, int* sums, int* ptr_array) {
+// ptr_array: whether it is CUTLASS' own.
+MFP8_EXPORT int mfp8_grouped_describe(int kernel, mfp8_info* info, int32_t* sums, int32_t* ptr_array) {
   const mfp8::GroupedEntry* entry = mfp8::find(kernel);
   if (entry == nullptr) return MFP8_UNKNOWN;
-  *info = entry->info, *sums = entry->sums, *ptr_array = entry->ptr_array;
+  const mfp8::GroupedFamily& own = mfp8::ptr_array;
+  *info = entry->info, *sums = entry->sums;
+  *ptr_array = entry >= own.entries && entry < own.entries + own.count;
   return MFP8_OK;
 }
 
-// Launches the GEMM on the stream, without waiting. The message of a CUDA error is printed by the caller.
-MFP8_EXPORT int mfp8_grouped_gemm(int kernel, const mfp8_grouped* args) {
+// Launches the GEMM on the stream, without waiting.
+MFP8_EXPORT int mfp8_grouped_gemm(int kernel, const mfp8_grouped_args* args) {
   const mfp8::GroupedEntry* entry = mfp8::find(kernel);
   if (entry == nullptr) return MFP8_UNKNOWN;
-  int device = -1, sms = 0;
+  int sms = 0;
   void* at = nullptr;
-  if (cudaGetDevice(&device) != cudaSuccess) return MFP8_FAILED;
-  if (device != args->device && cudaSetDevice(args->device) != cudaSuccess) return MFP8_FAILED;
+  if (cudaSetDevice(args->device) != cudaSuccess) return MFP8_FAILED;
   if (cudaGetSymbolAddress(&at, mfp8::counters) != cudaSuccess) return MFP8_FAILED;
   if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, args->device) != cudaSuccess) return MFP8_FAILED;
   return entry->run(*args, sms, static_cast<uint32_t*>(at) + mfp8::launches++ % mfp8::Counters);

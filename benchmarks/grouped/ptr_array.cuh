@@ -1,9 +1,11 @@
 // CUTLASS' own grouped kernels (GemmUniversalMode::kGrouped), to compare with grouped.cuh: an array of pointers, shapes
 // and strides, made on the device from the counts, and tensor maps that the kernel rewrites for each expert.
 //
-// The same operands as in grouped.cuh. Rows beyond an expert's count are not computed. If an expert has none, its sum
-// (wgrad) is what the registers held.
+// The same operands as in grouped.cuh, with the rows of padding. If an expert has no rows, its sum (wgrad) is what the
+// registers held.
 #pragma once
+
+#include <cuda_runtime.h>
 
 #include "cutlass/gemm/group_array_problem_shape.hpp"
 #include "grouped.cuh"
@@ -31,24 +33,36 @@ struct PtrArrayTables {
 };
 
 template <class Out>
-__global__ void fill_ptr_array(PtrArrayTables to, mfp8_grouped p, bool sums) {
+__global__ void fill_ptr_array(PtrArrayTables to, mfp8_grouped_args p, bool sums) {
   int e = blockIdx.x * blockDim.x + threadIdx.x;
   if (e >= p.experts) return;
-  int64_t row = int64_t(static_cast<const int32_t*>(p.first)[e]) * GroupTile;
-  int count = static_cast<const int32_t*>(p.counts)[e];
+  auto first = static_cast<const int32_t*>(p.first) + e;
+  int64_t row = int64_t(first[0]) * GroupTile;
+  int count = (first[1] - first[0]) * GroupTile;
   auto a = static_cast<const char*>(p.a), b = static_cast<const char*>(p.b);  // FP8: a byte each
   auto d = static_cast<Out*>(p.d);
-  int64_t m = p.m, n = p.n, k = p.k;
+  int64_t n = p.n, k = p.k;
   to.a[e] = sums ? a + row : a + row * k;
-  to.b[e] = sums ? b + row : b + e * n * k;
-  to.d[e] = sums ? d + e * m * n : d + row * n;
+  to.b[e] = sums ? b + row : b + e * p.step_b;
+  to.d[e] = sums ? d + e * p.step_d : d + row * n;
   to.stride_a[e] = to.stride_b[e] = k;
   to.stride_d[e] = n;
   to.shape[3 * e] = sums ? p.m : count;
   to.shape[3 * e + 1] = p.n;
   to.shape[3 * e + 2] = sums ? count : p.k;
-  to.scale[e] = static_cast<const float*>(p.scale_a)[e * p.step_a] * static_cast<const float*>(p.scale_b)[e * p.step_b];
+  to.scale[e] = static_cast<const float*>(p.scale_a)[e] * static_cast<const float*>(p.scale_b)[e];
   to.alpha[e] = to.scale + e;
+}
+
+constexpr int64_t WorkspaceBytes = 8 << 20;
+
+// Memory for tables and tensor maps, made by the first call. Products on one stream share it.
+inline void* ptr_array_workspace() {
+  static void* made = [] {
+    void* at = nullptr;
+    return cudaMalloc(&at, WorkspaceBytes) == cudaSuccess ? at : nullptr;
+  }();
+  return made;
 }
 
 template <class A, class B, class Out, int M, int N, int ClusterM, int ClusterN, class Schedule, class After, Groups G>
@@ -65,11 +79,12 @@ struct PtrArray {
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Problem, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  static int run(const mfp8_grouped& p, int sms, uint32_t*) {
+  static int run(const mfp8_grouped_args& p, int sms, uint32_t*) {
     auto stream = static_cast<cudaStream_t>(p.stream);
+    void* workspace = ptr_array_workspace();
     int64_t tables = (PtrArrayTables::Bytes * p.experts + 255) / 256 * 256;
-    if (p.workspace_bytes < tables) return MFP8_UNFIT;
-    PtrArrayTables at(p.workspace, p.experts);
+    if (workspace == nullptr || WorkspaceBytes < tables) return MFP8_UNFIT;
+    PtrArrayTables at(workspace, p.experts);
     fill_ptr_array<Out><<<(p.experts + 127) / 128, 128, 0, stream>>>(at, p, G == Groups::Sum);
     typename Gemm::Arguments arguments;
     arguments.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
@@ -88,9 +103,9 @@ struct PtrArray {
     arguments.hw_info.device_id = p.device;
     arguments.hw_info.sm_count = sms;
     if (Gemm::can_implement(arguments) != cutlass::Status::kSuccess) return MFP8_UNFIT;
-    if (int64_t(Gemm::get_workspace_size(arguments)) > p.workspace_bytes - tables) return MFP8_UNFIT;
+    if (int64_t(Gemm::get_workspace_size(arguments)) > WorkspaceBytes - tables) return MFP8_UNFIT;
     Gemm gemm;
-    auto status = gemm.initialize(arguments, static_cast<char*>(p.workspace) + tables, stream);
+    auto status = gemm.initialize(arguments, static_cast<char*>(workspace) + tables, stream);
     if (status != cutlass::Status::kSuccess) return MFP8_FAILED;
     return gemm.run(stream) == cutlass::Status::kSuccess ? MFP8_OK : MFP8_FAILED;
   }
@@ -98,7 +113,7 @@ struct PtrArray {
   static constexpr GroupedEntry entry(int promote, int pingpong) {
     constexpr int Stages = Mainloop::DispatchPolicy::Stages, Bytes = Kernel::SharedStorageSize;
     return {{type_code<A>, type_code<B>, type_code<Out>, promote, M, N, ClusterM, ClusterN, pingpong, Stages, Bytes},
-            G == Groups::Sum, 1, &run};
+            G == Groups::Sum, &run};
   }
 };
 

@@ -42,24 +42,26 @@ class Bank:
         for weight in self.weights:
             weight.await_gradient()
 
-    def quantized(self) -> list[ScaledTensor]:
+    def quantized(self) -> grouped.GroupedWeights:
         """Each weight (N, K) in FP8."""
-        return [weight.quantized() for weight in self.weights]
+        return grouped.GroupedWeights(tuple(weight.quantized() for weight in self.weights))
 
-    def transposed(self, w: list[ScaledTensor]) -> list[ScaledTensor]:
+    def transposed(self, w: grouped.GroupedWeights) -> grouped.GroupedWeights:
         """Each W^T (K, N) of what `quantized` gave, valid until the next call on the same stream."""
-        first = self.weights[0]
+        first, each = self.weights[0], w.each
         if first.config.keep_transpose_cache:
-            return [weight.transposed(one) for weight, one in zip(self.weights, w, strict=True)]
-        n, k = w[0].payload.shape
-        room = first.scratch.like(w[0].payload, (len(w), k, n))
-        together = grouped.spaced([one.payload for one in w])
+            kept = zip(self.weights, each, strict=True)
+            return grouped.GroupedWeights(tuple(weight.transposed(one) for weight, one in kept))
+        n, k = each[0].payload.shape
+        room = first.scratch.like(each[0].payload, (len(each), k, n))
+        together = grouped.spaced([one.payload for one in each])
         if together is not None:
             ops.transpose_each(together, room)
         else:
-            for one, at in zip(w, room, strict=True):
+            for one, at in zip(each, room, strict=True):
                 ops.transpose(one.payload, out=at)
-        return [ScaledTensor(at, one.scale_inv) for at, one in zip(room, w, strict=True)]
+        pairs = zip(room, each, strict=True)
+        return grouped.GroupedWeights(tuple(ScaledTensor(at, one.scale_inv) for at, one in pairs))
 
     def cast(
         self, x: torch.Tensor, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool

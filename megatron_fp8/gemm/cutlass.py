@@ -63,6 +63,13 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class GroupedKernel(Kernel):
+    """One kernel for several experts (csrc/grouped.cuh). sums: whether it sums over an expert's rows."""
+
+    sums: bool
+
+
+@dataclass(frozen=True)
 class Choice:
     """A kernel and the order of its tiles: at most `swizzle` side by side; `order` 0: either way, 1: along M, 2: N."""
 
@@ -108,8 +115,8 @@ class Launch:
 class Cutlass:
     """Makes plans (see plans.Maker) from the library's kernels.
 
-    Attributes: `promote`, the largest that it uses. After `prepare`: `kernels`, the GPU's `multiprocessors`, and the
-    library's `version`.
+    Attributes: `promote`, the largest that it uses. After `prepare`: `kernels`, those of several experts (`grouped`),
+    the GPU's `multiprocessors`, and the library's `version`.
     """
 
     name = "cutlass"
@@ -117,6 +124,7 @@ class Cutlass:
     def __init__(self) -> None:
         self.promote, self.multiprocessors = 256, 132
         self.kernels: tuple[Kernel, ...] = ()
+        self.grouped: tuple[GroupedKernel, ...] = ()
         self._library: ctypes.CDLL | None = None
         self.version = ""
 
@@ -131,6 +139,8 @@ class Cutlass:
             if torch.cuda.is_available():
                 self.multiprocessors = torch.cuda.get_device_properties().multi_processor_count
             self.kernels = tuple(_describe(library, index) for index in range(library.mfp8_kernels()))
+            grouped = range(library.mfp8_grouped_kernels())
+            self.grouped = tuple(_describe_grouped(library, index) for index in grouped)
             self._library, self.version = library, cutlass_build.version(path)
 
     def takes(self, problem: Problem) -> bool:
@@ -158,6 +168,30 @@ class Cutlass:
         """The plan for a choice whose kernel takes the problem."""
         assert self._library is not None  # loaded, because there is a kernel
         return Launch(self._library, problem, device, pointers, choice)
+
+    def grouped_kernel(
+        self, a: torch.dtype, b: torch.dtype, out: torch.dtype, n: int, *, sums: bool, fast_accum: bool
+    ) -> GroupedKernel | None:
+        """The kernel of these types for several experts: with fast_accum a fast one, or else a promoted one.
+
+        n: columns of a result. Whole clusters of tiles lie along them, and what is beyond takes as long.
+        """
+        same = [k for k in self.grouped if (k.a, k.b, k.out, k.sums) == (a, b, out, sums)]
+        fast = [kernel for kernel in same if not kernel.promote] if fast_accum else []
+
+        def cost(kernel: GroupedKernel) -> float:
+            width = kernel.tile[1] * kernel.cluster[1]
+            return math.ceil(n / width) * width / SPEED[kernel.tile]
+
+        return min(fast or [kernel for kernel in same if kernel.promote], key=cost, default=None)
+
+    def run_grouped(self, kernel: GroupedKernel, args: cutlass_build.GroupedArgs) -> None:
+        """Launch it."""
+        assert self._library is not None
+        if status := self._library.mfp8_grouped_gemm(kernel.index, ctypes.byref(args)):
+            what = {cutlass_build.UNFIT: "it does not take this shape"}.get(status, "the launch failed")
+            shape = f"{args.experts} experts, {args.m} x {args.n} x {args.k}"
+            raise RuntimeError(f"CUTLASS {kernel}: {shape}: {what}")
 
     def choices(self, problem: Problem) -> list[Choice]:
         """All choices for a problem."""
@@ -190,6 +224,16 @@ class Cutlass:
 def _describe(library: ctypes.CDLL, index: int) -> Kernel:
     info = cutlass_build.Info()
     library.mfp8_describe(index, ctypes.byref(info))
+    return _kernel(index, info)
+
+
+def _describe_grouped(library: ctypes.CDLL, index: int) -> GroupedKernel:
+    info, sums = cutlass_build.Info(), ctypes.c_int32()
+    library.mfp8_grouped_describe(index, ctypes.byref(info), ctypes.byref(sums))
+    return GroupedKernel(**vars(_kernel(index, info)), sums=bool(sums.value))
+
+
+def _kernel(index: int, info: cutlass_build.Info) -> Kernel:
     types = (_TYPES[info.a], _TYPES[info.b], _TYPES[info.d])
     tile, cluster = (info.tile_m, info.tile_n), (info.cluster_m, info.cluster_n)
     return Kernel(index, *types, info.promote, tile, cluster, bool(info.pingpong))

@@ -179,7 +179,7 @@ def _say(line: str) -> None:
 
 # ---- The library's interface ----------------------------------------------------------------------
 
-ABI = 1  # MFP8_ABI of csrc/abi.h
+ABI = 2  # MFP8_ABI of csrc/abi.h
 OK, UNKNOWN, UNFIT, FAILED = range(4)
 
 
@@ -188,6 +188,16 @@ class Args(ctypes.Structure):
 
     _fields_ = [(name, ctypes.c_void_p) for name in "a b scale_a scale_b c d bias stream".split()] + [
         (name, ctypes.c_int32) for name in "m n k device swizzle raster".split()
+    ]
+
+
+class GroupedArgs(ctypes.Structure):
+    """mfp8_grouped_args."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in "a b scale_a scale_b first expert d stream".split()),
+        *((name, ctypes.c_int64) for name in "step_b step_d".split()),
+        *((name, ctypes.c_int32) for name in "m n k experts accumulate device".split()),
     ]
 
 
@@ -211,4 +221,6 @@ def load(path: Path) -> ctypes.CDLL:
         raise Unavailable(f"{path}: built for version {abi} of csrc/abi.h, not {ABI}; build it again")
     loaded.mfp8_gemm.argtypes = [ctypes.c_int, ctypes.POINTER(Args)]
     loaded.mfp8_describe.argtypes = [ctypes.c_int, ctypes.POINTER(Info)]
+    loaded.mfp8_grouped_gemm.argtypes = [ctypes.c_int, ctypes.POINTER(GroupedArgs)]
+    loaded.mfp8_grouped_describe.argtypes = [ctypes.c_int, ctypes.POINTER(Info), ctypes.POINTER(ctypes.c_int32)]
     return loaded

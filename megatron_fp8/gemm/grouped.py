@@ -3,9 +3,17 @@
     rows    Y (R', N)     = X (R', K)  W_e (N, K)^T        forward, dgrad: each expert's rows by its own weight
     sums    dW_e (N, K)   = dY_e^T X_e                     wgrad: over an expert's rows; zeros if it has none
 
-Each is one GEMM an expert, of its rows padded to a multiple of 16, on any backend (interface.py), so the host has to
-know the counts. On the CPU the results are those of experts that run one after the other, bit for bit. There is no
-kernel for all experts yet; docs/performance.md says what was tried.
+Three ways. Each takes a product if it can, or leaves it to the next:
+
+    CUTLASS    one launch (csrc/grouped.cuh), if the library serves: --fp8-gemm-backend auto or cutlass, on Hopper
+    Triton     one launch (grouped_triton.py), on any other GPU that multiplies FP8
+    the loop   one GEMM an expert, of its rows padded to a multiple of 16, on any backend (interface.py), and on the CPU
+
+The first two read the counts on the device, so the host waits for nothing. The loop needs them on the host.
+
+On the CPU the results are those of experts that run one after the other, bit for bit; on Hopper with CUTLASS they are
+those of our dense kernels (tests/gpu/test_grouped_cuda.py). What lies in rows of padding is zero or undefined, and
+beyond the last tile undefined.
 """
 
 from collections.abc import Sequence
@@ -15,9 +23,15 @@ import torch
 
 from ..numerics.scaled import ScaledTensor
 from ..ops.groups import Groups
-from .interface import Epilogue, gemm
+from . import plans
+from .cutlass import CUTLASS, GroupedKernel
+from .cutlass_build import GroupedArgs
+from .interface import Epilogue, gemm, serving
 
-MULTIPLE = 16  # of an FP8 GEMM's sides
+MULTIPLE = 16  # of an FP8 GEMM's sides, and of the bytes where a matrix begins
+PROMOTE = 128  # Triton's partial sums of gradients
+
+type Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of a, b and the result
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,27 +47,132 @@ class GroupedTensor:
     columns: torch.Tensor | None
 
 
-def rows(
-    a: GroupedTensor, weights: Sequence[ScaledTensor], out: torch.Tensor, *, fast_accum: bool = False
-) -> torch.Tensor:
+@dataclass(frozen=True, eq=False)
+class GroupedWeights:
+    """Each expert's weight (N, K) in FP8. Nothing made of them is kept: a weight that is frozen changes in place."""
+
+    each: tuple[ScaledTensor, ...]
+
+    def payload(self) -> torch.Tensor:
+        """(E, N, K), each contiguous: as they lie in memory if that has them at equal distances; else a copy."""
+        payloads = [weight.payload for weight in self.each]
+        together = spaced(payloads)
+        return torch.stack(payloads) if together is None else together
+
+    def scale_inv(self) -> torch.Tensor:
+        """(E,) float32."""
+        return torch.stack([weight.scale_inv for weight in self.each])
+
+
+def rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, *, fast_accum: bool = False) -> torch.Tensor:
     """Write each expert's rows of a (R', K) by its weight (N, K) to out (R', N), and return it.
 
-    Rows of padding beyond a multiple of 16, and beyond the last tile, are not written.
+    Rows beyond the last tile are not written, nor does the loop write rows of padding beyond a multiple of 16.
     """
-    assert a.payload is not None
-    for part, scale_inv, weight in zip(_parts(a.groups), _apart(a.scale_inv), weights, strict=True):
-        if part.start < part.stop:
-            gemm(ScaledTensor(a.payload[part], scale_inv), weight, Epilogue(into=out[part]), fast_accum=fast_accum)
+    if not out.is_cuda or not (_cutlass_rows(a, weights, out, fast_accum) or _triton_rows(a, weights, out, fast_accum)):
+        loop_rows(a, weights, out, fast_accum)
     return out
 
 
 def sums(dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor], *, accumulate: bool = False) -> None:
     """Write or add dW_e to each of `into` (N, K), of dy (R', N) and x (R', K), both by their columns."""
+    d = spaced(into) if into[0].is_cuda else None
+    if d is None or not (_cutlass_sums(dy, x, d, accumulate) or _triton_sums(dy, x, d, accumulate)):
+        loop_sums(dy, x, into, accumulate)
+
+
+# ---- CUTLASS ---------------------------------------------------------------------------------------------------------
+
+
+def _cutlass_rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, fast_accum: bool) -> bool:
+    """Whether there is a kernel for it; if not, nothing is done. The same for all below."""
+    assert a.payload is not None
+    (n, k), types = weights.each[0].payload.shape, (a.payload.dtype, weights.each[0].payload.dtype, out.dtype)
+    kernel = _kernel(types, n, sums=False, fast_accum=fast_accum)
+    if kernel is None or not _whole(a.payload, b := weights.payload(), out):
+        return False
+    operands = {"a": a.payload, "b": b, "scale_a": a.scale_inv, "scale_b": weights.scale_inv(), "d": out}
+    _launch(kernel, a.groups, operands, m=a.groups.rows, n=n, k=k, step_b=b.stride(0), step_d=0, accumulate=0)
+    return True
+
+
+def _cutlass_sums(dy: GroupedTensor, x: GroupedTensor, d: torch.Tensor, accumulate: bool) -> bool:
+    assert dy.columns is not None and x.columns is not None
+    (m, k), n = dy.columns.shape, x.columns.shape[0]
+    kernel = _kernel((dy.columns.dtype, x.columns.dtype, d.dtype), n, sums=True, fast_accum=False)
+    if kernel is None or not _whole(dy.columns, x.columns, d):
+        return False
+    operands = {"a": dy.columns, "b": x.columns, "scale_a": dy.scale_inv, "scale_b": x.scale_inv, "d": d}
+    sizes = {"m": m, "n": n, "k": k, "step_b": 0, "step_d": d.stride(0)}
+    _launch(kernel, dy.groups, operands, **sizes, accumulate=int(accumulate))
+    return True
+
+
+def _kernel(types: Types, n: int, *, sums: bool, fast_accum: bool) -> GroupedKernel | None:
+    if serving("cuda").name not in ("auto", "cutlass"):
+        return None
+    return CUTLASS.grouped_kernel(*types, n, sums=sums, fast_accum=fast_accum)
+
+
+def _launch(kernel: GroupedKernel, groups: Groups, operands: dict[str, torch.Tensor], **sizes: int) -> None:
+    tensors = operands | {"first": groups.first, "expert": groups.expert}
+    device, experts = groups.first.get_device(), groups.counts.numel()
+    at = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    args = GroupedArgs(**at, **sizes, device=device, stream=plans._stream(device), experts=experts)
+    CUTLASS.run_grouped(kernel, args)
+
+
+# ---- Triton ----------------------------------------------------------------------------------------------------------
+
+
+def _triton_rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, fast_accum: bool) -> bool:
+    assert a.payload is not None
+    if not _whole(a.payload, b := weights.payload(), out):
+        return False
+    from . import grouped_triton
+
+    promote = 0 if fast_accum else PROMOTE
+    grouped_triton.rows(a.payload, b, out, a.scale_inv, weights.scale_inv(), a.groups, promote=promote)
+    return True
+
+
+def _triton_sums(dy: GroupedTensor, x: GroupedTensor, d: torch.Tensor, accumulate: bool) -> bool:
+    assert dy.columns is not None and x.columns is not None
+    if not _whole(dy.columns, x.columns, d):
+        return False
+    from . import grouped_triton
+
+    operands = dy.columns, x.columns, d, dy.scale_inv, x.scale_inv, dy.groups
+    grouped_triton.sums(*operands, add=accumulate, promote=PROMOTE)
+    return True
+
+
+def _whole(*matrices: torch.Tensor) -> bool:
+    """Whether TMA can read and write them: all begin, as do their rows, at a multiple of 16 bytes."""
+    return all(
+        x.data_ptr() % MULTIPLE == 0 and x.shape[-1] % MULTIPLE == 0
+        and all(step * x.itemsize % MULTIPLE == 0 for step in x.stride()[:-1]) for x in matrices
+    )  # fmt: skip
+
+
+# ---- The loop --------------------------------------------------------------------------------------------------------
+
+
+def loop_rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, fast_accum: bool) -> None:
+    """`rows` by one GEMM an expert."""
+    assert a.payload is not None
+    for part, scale_inv, weight in zip(_parts(a.groups), _apart(a.scale_inv), weights.each, strict=True):
+        if part.start < part.stop:
+            gemm(ScaledTensor(a.payload[part], scale_inv), weight, Epilogue(into=out[part]), fast_accum=fast_accum)
+
+
+def loop_sums(dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor], accumulate: bool) -> None:
+    """`sums` by one GEMM an expert."""
     assert dy.columns is not None and x.columns is not None
     scales = zip(_apart(dy.scale_inv), _apart(x.scale_inv), strict=True)
     for part, (scale_dy, scale_x), place in zip(_parts(dy.groups), scales, into, strict=True):
         if part.start < part.stop:
-            a, b = (t.columns[:, part].contiguous() for t in (dy, x) if t.columns is not None)
+            a, b = dy.columns[:, part].contiguous(), x.columns[:, part].contiguous()
             gemm(ScaledTensor(a, scale_dy), ScaledTensor(b, scale_x), Epilogue(into=place, accumulate=accumulate))
         elif not accumulate:
             place.zero_()
@@ -77,7 +196,8 @@ def spaced(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     step = at[1] - at[0] if len(at) > 1 else first.nbytes
     if step < first.nbytes or any(at[0] + i * step != place for i, place in enumerate(at)):
         return None
-    if at[-1] + first.nbytes > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
+    memory = first.untyped_storage()
+    if at[-1] + first.nbytes > memory.data_ptr() + memory.nbytes():
         return None  # neighbours by chance, in memory of their own
     n, k = first.shape
     return first.as_strided((len(at), n, k), (step // first.itemsize, k, 1))

@@ -33,7 +33,7 @@ class Grouped(torch.autograd.Function):
     def forward(ctx, x, anchor, bank: Bank, groups: Groups, cut: bool, training: bool):
         how = {"rows": True, "columns": anchor is not None, "training": training}
         q, w = bank.cast(x, INPUT, groups, **how), bank.quantized()
-        y = grouped.rows(q, w, x.new_empty(groups.rows, w[0].payload.shape[0]), fast_accum=True)
+        y = grouped.rows(q, w, x.new_empty(groups.rows, w.each[0].payload.shape[0]), fast_accum=True)
         ctx.bank, ctx.groups, ctx.w, ctx.training = bank, groups, w, training
         ctx.given = x.shape[0] != groups.rows
         if anchor is not None:
@@ -48,7 +48,7 @@ class Grouped(torch.autograd.Function):
         dx = None
         if needs_dx:
             w_t = bank.transposed(ctx.w)
-            dx = grouped.rows(q, w_t, dy.new_empty(groups.rows, w_t[0].payload.shape[0]))
+            dx = grouped.rows(q, w_t, dy.new_empty(groups.rows, w_t.each[0].payload.shape[0]))
         bank.take_gradients(q, grouped.GroupedTensor(groups, scale_inv, None, columns))
         if dx is not None and ctx.given:
             dx = dx.index_select(0, groups.place)

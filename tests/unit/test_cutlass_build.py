@@ -204,13 +204,14 @@ def test_processes_that_start_together_build_it_once(machine):
 def test_structures_are_the_headers():
     text = (build.SOURCES / "abi.h").read_text()
     assert int(re.search(r"#define MFP8_ABI (\d+)", text)[1]) == build.ABI
-    for structure, name in ((build.Args, "mfp8_args"), (build.Info, "mfp8_info")):
+    all_three = ((build.Args, "mfp8_args"), (build.GroupedArgs, "mfp8_grouped_args"), (build.Info, "mfp8_info"))
+    for structure, name in all_three:
         body = re.sub(r"//.*", "", re.search(r"\{([^{}]*)\} " + name, text)[1])
         fields = [
             (field.strip(" *"), "*" in field or "*" in declaration.split(",")[0])
             for declaration in body.split(";")
             if declaration.strip()
-            for field in re.sub(r"^\s*(const\s+)?(void|int32_t)", "", declaration).split(",")
+            for field in re.sub(r"^\s*(const\s+)?(void|int\d\d_t)", "", declaration).split(",")
         ]
         expected = [(field, kind is ctypes.c_void_p) for field, kind in structure._fields_]
         assert fields == expected

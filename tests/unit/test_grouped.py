@@ -34,7 +34,7 @@ def test_rows(counts):
     codes = [torch.randn(32, 48).to(E4M3.dtype) for _ in counts]
     weights = [ScaledTensor(payload, torch.rand(())) for payload in codes]
     y = torch.full((groups.rows, 32), torch.nan, dtype=torch.bfloat16)
-    grouped.rows(x, weights, y, fast_accum=True)
+    grouped.rows(x, grouped.GroupedWeights(tuple(weights)), y, fast_accum=True)
     for e, part in enumerate(groups.parts):
         expected = exact(x, e, part) @ (weights[e].payload.double() * weights[e].scale_inv.double()).t()
         torch.testing.assert_close(y[part].double(), expected, rtol=2**-8, atol=1e-4)

@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-#define MFP8_ABI 1  // increment with every change below
+#define MFP8_ABI 2  // increment with every change below
 
 enum { MFP8_E4M3, MFP8_E5M2, MFP8_BF16, MFP8_FP32 };
 enum { MFP8_HEURISTIC, MFP8_ALONG_M, MFP8_ALONG_N };
@@ -20,6 +20,17 @@ typedef struct {
   int32_t device;           // the caller's current device
   int32_t swizzle, raster;  // tiles' order, for the L2: at most 1, 2, 4 or 8 side by side; one of the enum above
 } mfp8_args;
+
+typedef struct {                  // of several experts; see grouped.cuh for the matrices
+  const void *a, *b;              // in FP8
+  const void *scale_a, *scale_b;  // float32 on the device, one for each expert
+  const void *first, *expert;     // int32 tables on the device
+  void* d;
+  void* stream;
+  int64_t step_b, step_d;         // elements from one expert's B, or D, to the next
+  int32_t m, n, k;                // rows of A and B, and what is summed over
+  int32_t experts, accumulate, device;
+} mfp8_grouped_args;
 
 typedef struct {
   int32_t a, b, d;            // types

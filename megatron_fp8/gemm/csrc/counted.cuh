@@ -19,9 +19,15 @@ namespace mfp8 {
 
 struct Counted {};  // the tag by which CUTLASS selects this scheduler
 
-template <class ClusterShape>
-class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
+// What takes numbers, and hands them to all warps. Self, the scheduler itself, tells what they mean:
+//
+//     uint32_t clusters() const                     how many clusters of tiles there are
+//     WorkTileInfo tile_of(uint32_t number) const   this block's tile of one; not a valid tile if there are fewer
+template <class ClusterShape, class Self>
+class NumberTaker : public cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90 {
   using Base = cutlass::gemm::kernel::detail::PersistentTileSchedulerSm90;
+
+ protected:
   static constexpr uint32_t Blocks = cute::size(ClusterShape{});
 
  public:
@@ -65,9 +71,16 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
     CUTLASS_DEVICE void wait_empty(PipelineState state) { storage_.empty.wait(state.phase()); }
 
     // Called by one thread of each block: one number will arrive.
-    CUTLASS_DEVICE void expect() { storage_.full.arrive_and_expect_tx(sizeof(uint32_t)); }
+    CUTLASS_DEVICE void expect() {
+      if constexpr (Blocks > 1) storage_.full.arrive_and_expect_tx(sizeof(uint32_t));
+    }
 
     CUTLASS_DEVICE void send(uint32_t value, uint32_t* to, uint32_t block) {
+      if constexpr (Blocks == 1) {
+        *const_cast<uint32_t volatile*>(to) = value;
+        storage_.full.arrive();
+        return;
+      }
       uint32_t arrived = cute::cast_smem_ptr_to_uint(&storage_.full);
       cute::store_shared_remote(value, cute::cast_smem_ptr_to_uint(to), arrived, block);
     }
@@ -82,7 +95,7 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
 
     // The first block must not end before the other blocks' last signal to it.
     CUTLASS_DEVICE void producer_tail(PipelineState state) {
-      if (cute::block_rank_in_cluster() == 0) wait_empty(state);
+      if (leads()) wait_empty(state);
     }
 
    private:
@@ -131,28 +144,36 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
     return params;
   }
 
-  CUTLASS_DEVICE explicit CountedScheduler(Params const& params) : Base(params), counter_(params.counter) {}
+  CUTLASS_DEVICE explicit NumberTaker(Params const& params) : Base(params), counter_(params.counter) {}
 
   CUTLASS_DEVICE void set_data_ptr(CLCResponse* data) { data_ = data; }
 
   // Called once by all threads of a cluster. The first tile is counted too: a late cluster may get none.
   template <class Cluster>
-  CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(Cluster) {
-    if (threadIdx.x == 0 && cute::block_rank_in_cluster() == 0) {
+  CUTLASS_DEVICE auto initial_work_tile_info(Cluster) {
+    if (threadIdx.x == 0 && leads()) {
       uint32_t taken = take(), here = cute::cast_smem_ptr_to_uint(&data_->first);
-      for (uint32_t block = 0; block < Blocks; ++block) {
-        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cute::set_block_rank(here, block)), "r"(taken) : "memory");
+      if constexpr (Blocks == 1) {
+        data_->first = taken;
+      } else {
+        for (uint32_t block = 0; block < Blocks; ++block) {
+          asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cute::set_block_rank(here, block)), "r"(taken) : "memory");
+        }
       }
     }
-    cute::cluster_arrive();
-    cute::cluster_wait();
-    return tile_of(*reinterpret_cast<uint32_t const volatile*>(&data_->first));
+    if constexpr (Blocks == 1) {
+      __syncthreads();
+    } else {
+      cute::cluster_arrive();
+      cute::cluster_wait();
+    }
+    return self().tile_of(*reinterpret_cast<uint32_t const volatile*>(&data_->first));
   }
 
   // Called by the fetching warp of each block.
   CUTLASS_DEVICE typename Pipeline::PipelineState advance_to_next_work(Pipeline& pipeline,
                                                                       typename Pipeline::PipelineState state) {
-    bool first = cute::block_rank_in_cluster() == 0;
+    bool first = leads();
     if (first) pipeline.wait_empty(state);
     if (cutlass::canonical_lane_idx() == 0) {
       pipeline.expect();
@@ -167,30 +188,53 @@ class CountedScheduler : public cutlass::gemm::kernel::detail::PersistentTileSch
   }
 
   // Called by every warp that works on tiles.
-  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo, Pipeline& pipeline, typename Pipeline::PipelineState state) {
-    return cute::make_tuple(tile_of(pipeline.read(state, &data_->next)), true);
+  template <class Work>
+  CUTLASS_DEVICE auto fetch_next_work(Work, Pipeline& pipeline, typename Pipeline::PipelineState state) {
+    return cute::make_tuple(self().tile_of(pipeline.read(state, &data_->next)), true);
   }
-  using Base::fetch_next_work;
+
+  // CUTLASS calls this for a warp group that has no part of a tile, which there is none of.
+  template <class Work>
+  CUTLASS_DEVICE auto fetch_next_work(Work work) {
+    return cute::make_tuple(work, true);
+  }
 
  private:
+  // A kernel with clusters of one block is launched without clusters. So it uses no instruction that is for clusters.
+  CUTLASS_DEVICE static bool leads() { return Blocks == 1 || cute::block_rank_in_cluster() == 0; }
+
+  CUTLASS_DEVICE Self const& self() const { return static_cast<Self const&>(*this); }
+
   // Each cluster takes exactly one number beyond the tiles. So the last number of all is known; its taker resets the
   // counter.
   CUTLASS_DEVICE uint32_t take() {
     uint32_t taken = atomicAdd(counter_, 1u);
-    uint32_t tiles = scheduler_params.blocks_per_problem_ / Blocks, clusters = gridDim.x * gridDim.y / Blocks;
-    if (taken == tiles + clusters - 1) atomicExch(counter_, 0u);
+    if (taken == self().clusters() + gridDim.x * gridDim.y / Blocks - 1) atomicExch(counter_, 0u);
     return taken;
-  }
-
-  // This block's tile in a cluster of tiles. A cluster's tiles are consecutive in the base class' order, as its blocks.
-  CUTLASS_DEVICE WorkTileInfo tile_of(uint32_t cluster) const {
-    bool along_n = scheduler_params.raster_order_ == RasterOrder::AlongN;
-    uint32_t block = along_n ? blockIdx.x + blockIdx.y * gridDim.x : blockIdx.x * gridDim.y + blockIdx.y;
-    return get_current_work_for_linear_idx(uint64_t(cluster) * Blocks + block % Blocks);
   }
 
   uint32_t* counter_;
   CLCResponse* data_ = nullptr;
+};
+
+// The tiles of one matrix.
+template <class ClusterShape>
+class CountedScheduler : public NumberTaker<ClusterShape, CountedScheduler<ClusterShape>> {
+  using Base = NumberTaker<ClusterShape, CountedScheduler<ClusterShape>>;
+  using Base::Blocks;
+
+ public:
+  using typename Base::WorkTileInfo;
+  using Base::Base;
+
+  CUTLASS_DEVICE uint32_t clusters() const { return this->scheduler_params.blocks_per_problem_ / Blocks; }
+
+  // A cluster's tiles are consecutive in the base class' order, as its blocks.
+  CUTLASS_DEVICE WorkTileInfo tile_of(uint32_t cluster) const {
+    bool along_n = this->scheduler_params.raster_order_ == Base::RasterOrder::AlongN;
+    uint32_t block = along_n ? blockIdx.x + blockIdx.y * gridDim.x : blockIdx.x * gridDim.y + blockIdx.y;
+    return this->get_current_work_for_linear_idx(uint64_t(cluster) * Blocks + block % Blocks);
+  }
 };
 
 }  // namespace mfp8

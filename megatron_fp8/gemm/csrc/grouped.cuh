@@ -11,12 +11,11 @@
 // expert e, with first[experts] their number; expert[m] is the expert of tile m. Tiles of rows beyond first[experts]
 // are neither read nor written. An expert without rows has zeros as its sum.
 //
-// The alternative, CUTLASS' own grouped kernels (ptr_array.cu), rewrites tensor maps on the device for each expert.
-// DeepGEMM's "contiguous" layout has the same idea for the forward pass.
+// CUTLASS' own grouped kernels rewrite tensor maps on the device for each expert instead; benchmarks/grouped_gemm.py
+// compares. DeepGEMM's "contiguous" layout has the same idea for the forward pass.
 #pragma once
 
 #include "gemm.cuh"
-#include "grouped_abi.h"
 
 namespace mfp8 {
 
@@ -26,11 +25,11 @@ constexpr int GroupTile = 128;  // rows of a tile, to whose multiple an expert's
 template <Groups>
 struct Grouped {};  // the tag by which CUTLASS selects this scheduler
 
-// CountedScheduler, over the tiles of groups.
+// The tiles of all experts. They are numbered along N first: the blocks that run at a time then read all of few experts'
+// B, and few rows of A, from the L2 cache.
 template <class ClusterShape, Groups G>
-class GroupedScheduler : public CountedScheduler<ClusterShape> {
-  using Base = CountedScheduler<ClusterShape>;
-  static constexpr uint32_t Blocks = cute::size(ClusterShape{});
+class GroupedScheduler : public NumberTaker<ClusterShape, GroupedScheduler<ClusterShape, G>> {
+  using Base = NumberTaker<ClusterShape, GroupedScheduler<ClusterShape, G>>;
   static constexpr int ClusterM = cute::size<0>(ClusterShape{}), ClusterN = cute::size<1>(ClusterShape{});
   static_assert(G == Groups::Sum || ClusterM == 1, "neighbours along rows may belong to two experts");
 
@@ -46,8 +45,6 @@ class GroupedScheduler : public CountedScheduler<ClusterShape> {
   struct WorkTileInfo : Base::WorkTileInfo {
     int32_t k_start = 0, k_count = 0;  // in tiles; of Sum
   };
-  using typename Base::CLCResponse;
-  using typename Base::Pipeline;
 
   template <class Problem, class Tile, class Cluster>
   static Params to_underlying_arguments(Problem problem, Tile tile, Cluster cluster,
@@ -62,45 +59,32 @@ class GroupedScheduler : public CountedScheduler<ClusterShape> {
     return params;
   }
 
-  CUTLASS_DEVICE explicit GroupedScheduler(Params const& params) : Base(params), params_(params) {}
+  CUTLASS_DEVICE explicit GroupedScheduler(Params const& params) : Base(params), params_(params) {
+    uint32_t along_m = G == Groups::Rows ? params.first[params.experts] : params.clusters_m * params.experts;
+    clusters_ = params.clusters_n * along_m;
+  }
 
-  CUTLASS_DEVICE void set_data_ptr(CLCResponse* data) { data_ = data; }
+  CUTLASS_DEVICE uint32_t clusters() const { return clusters_; }
 
-  template <class Cluster>
-  CUTLASS_DEVICE WorkTileInfo initial_work_tile_info(Cluster) {
-    if (threadIdx.x == 0 && cute::block_rank_in_cluster() == 0) {
-      uint32_t taken = take(), here = cute::cast_smem_ptr_to_uint(&data_->first);
-      for (uint32_t block = 0; block < Blocks; ++block) {
-        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cute::set_block_rank(here, block)), "r"(taken) : "memory");
-      }
+  CUTLASS_DEVICE WorkTileInfo tile_of(uint32_t cluster) const {
+    WorkTileInfo work;
+    if (cluster >= clusters_) return work;
+    uint32_t along_m = cluster / params_.clusters_n;
+    work.N_idx = cluster % params_.clusters_n * ClusterN;
+    if constexpr (ClusterN > 1) work.N_idx += cute::block_id_in_cluster().y;
+    work.is_valid_tile = true;
+    if constexpr (G == Groups::Rows) {
+      work.M_idx = along_m;
+    } else {
+      uint32_t expert = along_m / params_.clusters_m;
+      work.M_idx = along_m % params_.clusters_m * ClusterM;
+      if constexpr (ClusterM > 1) work.M_idx += cute::block_id_in_cluster().x;
+      work.L_idx = expert;
+      work.k_start = params_.first[expert];
+      work.k_count = params_.first[expert + 1] - work.k_start;
     }
-    cute::cluster_arrive();
-    cute::cluster_wait();
-    return tile_of(*reinterpret_cast<uint32_t const volatile*>(&data_->first));
+    return work;
   }
-
-  CUTLASS_DEVICE typename Pipeline::PipelineState advance_to_next_work(Pipeline& pipeline,
-                                                                      typename Pipeline::PipelineState state) {
-    bool first = cute::block_rank_in_cluster() == 0;
-    if (first) pipeline.wait_empty(state);
-    if (cutlass::canonical_lane_idx() == 0) {
-      pipeline.expect();
-      if (first) {
-        uint32_t taken = take();
-        for (uint32_t block = 0; block < Blocks; ++block) pipeline.send(taken, &data_->next, block);
-      }
-    }
-    __syncwarp();
-    ++state;
-    return state;
-  }
-
-  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo, Pipeline& pipeline, typename Pipeline::PipelineState state) {
-    return cute::make_tuple(tile_of(pipeline.read(state, &data_->next)), true);
-  }
-
-  // CUTLASS asks this of a block without a tile, which there is none of.
-  CUTLASS_DEVICE auto fetch_next_work(WorkTileInfo work) { return cute::make_tuple(work, true); }
 
   template <class Problem, class Tile>
   CUTLASS_DEVICE static int get_work_k_tile_count(WorkTileInfo const& work, Problem problem, Tile tile) {
@@ -112,38 +96,8 @@ class GroupedScheduler : public CountedScheduler<ClusterShape> {
   }
 
  private:
-  CUTLASS_DEVICE uint32_t clusters() const {  // all that there are to take
-    return params_.clusters_n * (G == Groups::Rows ? params_.first[params_.experts] : params_.clusters_m * params_.experts);
-  }
-
-  CUTLASS_DEVICE uint32_t take() {
-    uint32_t taken = atomicAdd(params_.counter, 1u);
-    if (taken == clusters() + gridDim.x * gridDim.y / Blocks - 1) atomicExch(params_.counter, 0u);
-    return taken;
-  }
-
-  // Along N first: the blocks that run at a time then read all of few experts' B, and few rows of A, from the L2 cache.
-  CUTLASS_DEVICE WorkTileInfo tile_of(uint32_t cluster) const {
-    WorkTileInfo work;
-    if (cluster >= clusters()) return work;
-    auto [block_m, block_n, block_l] = cute::block_id_in_cluster();
-    uint32_t along_m = cluster / params_.clusters_n, n = cluster % params_.clusters_n;
-    work.N_idx = n * ClusterN + block_n;
-    work.is_valid_tile = true;
-    if constexpr (G == Groups::Rows) {
-      work.M_idx = along_m;
-    } else {
-      uint32_t expert = along_m / params_.clusters_m;
-      work.M_idx = along_m % params_.clusters_m * ClusterM + block_m;
-      work.L_idx = expert;
-      work.k_start = params_.first[expert];
-      work.k_count = params_.first[expert + 1] - work.k_start;
-    }
-    return work;
-  }
-
   Params const& params_;
-  CLCResponse* data_ = nullptr;
+  uint32_t clusters_;
 };
 
 // A main loop that finds a tile's expert. The tensor maps have an axis of experts; A's, and in sums B's, use its 0 only.
@@ -192,12 +146,11 @@ struct GroupedMma : Base {
   }
 };
 
-// scale_a[e] scale_b[e] of a tile's expert e; step 0: one scale for all.
+// scale_a[e] scale_b[e] of a tile's expert e.
 struct ExpertScale {
   struct SharedStorage {};
   struct Arguments {
     const float *a = nullptr, *b = nullptr;
-    int32_t step_a = 0, step_b = 0;
     const int32_t* expert = nullptr;  // of a tile of rows; null: the batch is the expert
   };
   using Params = Arguments;
@@ -244,7 +197,7 @@ struct ExpertScale {
   CUTLASS_DEVICE auto get_consumer_store_callbacks(fusion::ConsumerStoreArgs<Args...> const& args) {
     auto [m, n, k, l] = args.tile_coord_mnkl;
     int e = params_->expert == nullptr ? int(l) : params_->expert[m];
-    return Callbacks(params_->a[e * params_->step_a] * params_->b[e * params_->step_b]);
+    return Callbacks(params_->a[e] * params_->b[e]);
   }
 
  private:
@@ -269,7 +222,7 @@ struct GroupedLaunch {
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Shape<int, int, int, int>, Mainloop, Epilogue, Grouped<G>>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  static int run(const mfp8_grouped& p, int sms, uint32_t* counter) {
+  static int run(const mfp8_grouped_args& p, int sms, uint32_t* counter) {
     using Out = typename Epilogue::ElementD;
     auto a = static_cast<const typename Kernel::ElementA*>(p.a);
     auto b = static_cast<const typename Kernel::ElementB*>(p.b);
@@ -280,15 +233,15 @@ struct GroupedLaunch {
     // A map's axis of experts needs a stride also if only its 0 is used.
     int64_t m = p.m, n = p.n, k = p.k;
     typename Kernel::StrideA rows_a{k, _1{}, m * k};
-    typename Kernel::StrideB rows_b{k, _1{}, n * k};
-    typename Kernel::StrideD rows_d{n, _1{}, m * n};
+    typename Kernel::StrideB rows_b{k, _1{}, G == Groups::Rows ? p.step_b : n * k};
+    typename Kernel::StrideD rows_d{n, _1{}, G == Groups::Sum ? p.step_d : m * n};
     typename Gemm::Arguments arguments{
         cutlass::gemm::GemmUniversalMode::kGemm,
         {p.m, p.n, p.k, p.experts},
         {{a, rows_a, b, rows_b}, expert},
         {{{{beta}, {nullptr}, {}},
           {},
-          {{scale_a, scale_b, p.step_a, p.step_b, G == Groups::Rows ? expert : nullptr}, {}, {}},
+          {{scale_a, scale_b, G == Groups::Rows ? expert : nullptr}, {}, {}},
           {}},
          d, rows_d, d, rows_d}};
     arguments.hw_info.device_id = p.device;
@@ -318,7 +271,7 @@ struct GroupedTiled {
     using L = GroupedLaunch<Mma, Epilogue, G>;
     constexpr int Stages = Mma::DispatchPolicy::Stages, Bytes = L::Kernel::SharedStorageSize;
     return {{type_code<A>, type_code<B>, type_code<Out>, promote, M, N, ClusterM, ClusterN, 0, Stages, Bytes},
-            G == Groups::Sum, 0, &L::run};
+            G == Groups::Sum, &L::run};
   }
   static constexpr GroupedEntry fast() {
     return entry<FastMma<A, B, Tile, Cluster, Epilogue, cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8FastAccum>>(0);

@@ -1,0 +1,110 @@
+"""Grouped kernels against the loop of our dense ones, bit for bit; results are poisoned first."""
+
+import pytest
+import torch
+
+from megatron_fp8 import ops
+from megatron_fp8.gemm import grouped
+from megatron_fp8.gemm.cutlass import CUTLASS
+from megatron_fp8.gemm.cutlass_build import Unavailable
+from megatron_fp8.gemm.interface import serving, use
+from megatron_fp8.numerics.formats import E4M3, E5M2
+from megatron_fp8.numerics.scaled import ScaledTensor
+from megatron_fp8.ops.groups import TILE, groups_of
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+COUNTS = {
+    "edges": [0, 1, 127, 128, 129, 0, 255, 256, 257, 0],
+    "one": [0, 0, 900, 0],
+    "alone": [300],
+    "many": [*range(0, 640, 10)],
+}
+SIZES = [(256, 128), (272, 144), (1408, 2048), (64, 48)]  # N, K
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    before = serving("cuda").name
+    try:
+        CUTLASS.prepare(build=False)
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    use("cutlass")
+    kernels, CUTLASS.kernels = CUTLASS.kernels, tuple(k for k in CUTLASS.kernels if k.promote in (0, 256))
+    yield
+    CUTLASS.kernels = kernels
+    use(before)
+
+
+def cast(width, groups, fmt):
+    scale = 1 + torch.rand(groups.counts.numel(), device=CUDA) * 50
+    values = torch.randn(groups.place.numel(), width, device=CUDA).bfloat16()
+    payload, columns = ops.quantize_groups(values, groups, fmt, scale, rows=True, columns=True)
+    return grouped.GroupedTensor(groups, scale.reciprocal(), payload, columns)
+
+
+def groups(counts):
+    return groups_of(torch.tensor(counts, device=CUDA), sum(counts), CUDA)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize(("fmt", "fast"), [(E4M3, True), (E5M2, False)], ids=["forward", "dgrad"])
+@pytest.mark.parametrize("gap", [0, 16])
+def test_rows(counts, n, k, fmt, fast, gap):
+    of = groups(counts)
+    x = cast(k, of, fmt)
+    memory = torch.randn(len(counts), n + gap, k, device=CUDA).to(E4M3.dtype)[:, :n]
+    each = tuple(ScaledTensor(payload, torch.rand((), device=CUDA)) for payload in memory)
+    weights = grouped.GroupedWeights(each)
+    ours, theirs = torch.full((2, of.rows, n), torch.nan, dtype=torch.bfloat16, device=CUDA)
+    assert grouped._cutlass_rows(x, weights, ours, fast)
+    grouped.loop_rows(x, weights, theirs, fast)
+    own = torch.zeros(of.rows, dtype=torch.bool, device=CUDA)
+    own[of.place] = True
+    end = int(of.first[-1]) * TILE
+    assert torch.equal(ours[own], theirs[own]) and not ours[own].isnan().any()
+    assert (ours[:end][~own[:end]] == 0).all() and ours[end:].isnan().all()
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gap", [0, 16])
+def test_sums(counts, n, k, dtype, gap):
+    """Written, and then added."""
+    of = groups(counts)
+    dy, x = cast(n, of, E5M2), cast(k, of, E4M3)
+    memory = torch.full((2, len(counts), n + gap, k), torch.nan, dtype=dtype, device=CUDA)
+    ours, theirs = (each[:, :n] for each in memory)
+    for accumulate in (False, True):
+        assert grouped._cutlass_sums(dy, x, ours, accumulate)
+        grouped.loop_sums(dy, x, theirs.unbind(), accumulate)
+        assert torch.equal(ours, theirs) and not ours.isnan().any()
+    assert memory[:, :, n:].isnan().all()
+    assert all((place == 0).all() for place, count in zip(ours, counts, strict=True) if not count)
+
+
+def test_a_graph_replays_other_counts():
+    """Tables are read when it runs: a recorded product follows counts that have changed."""
+    of = groups([128, 256, 0, 100])
+    x = cast(128, of, E4M3)
+    one, codes = torch.ones((), device=CUDA), torch.randn(4, 64, 128, device=CUDA).to(E4M3.dtype)
+    each = tuple(ScaledTensor(payload, one) for payload in codes)
+    weights, y = grouped.GroupedWeights(each), torch.empty(of.rows, 64, dtype=torch.bfloat16, device=CUDA)
+    grouped._cutlass_rows(x, weights, y, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped._cutlass_rows(x, weights, y, True)
+    other = groups([100, 0, 300, 84])
+    assert other.rows == of.rows
+    for mine, new in ((of.first, other.first), (of.expert, other.expert)):
+        mine.copy_(new)
+    for _ in range(3):
+        y.fill_(torch.nan)
+        graph.replay()
+        expected = torch.full_like(y, torch.nan)
+        grouped._cutlass_rows(x, weights, expected, True)
+        assert torch.equal(y.nan_to_num(7), expected.nan_to_num(7)) and not y[: int(of.first[-1]) * TILE].isnan().any()
