@@ -48,7 +48,7 @@ class Shape:
 FAST, PROMOTED = Shape(256, 8, 4, split=True), Shape(128, 8, 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _rows_kernel(
     a, b, d, scale_a_ptr, scale_b_ptr, first_ptr, expert_ptr, experts, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PROMOTE: tl.constexpr,
@@ -81,7 +81,7 @@ def _store_sum(d, e, row, column, y, OUT: tl.constexpr, ADD: tl.constexpr):
     d.store([e, row, column], y.to(OUT).reshape(1, y.shape[0], y.shape[1]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["experts"])
 def _sums_kernel(
     a, b, d, scale_a_ptr, scale_b_ptr, first_ptr, experts, M, N,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCKS: tl.constexpr, PROMOTE: tl.constexpr,
