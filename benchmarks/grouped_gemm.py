@@ -65,7 +65,7 @@ READY_S, ANSWER_S = 75, 30  # how long a process may take to check itself, and f
 TYPES = {0: E4M3.dtype, 1: E5M2.dtype, 2: BF16, 3: FP32}  # the codes of csrc/abi.h
 SHAPES = {
     "triton 256": grouped_triton.Shape(256, 8, 4, split=True),
-    "triton 256 flat": grouped_triton.Shape(256, 8, 4, flatten=True, split=True),
+    "triton 256 flat": grouped_triton.Shape(256, 8, 3, flatten=True),
     "triton 128 8 warps": grouped_triton.Shape(128, 8, 4, flatten=True),
     "triton 128 4 warps": grouped_triton.Shape(128, 4, 4),
 }

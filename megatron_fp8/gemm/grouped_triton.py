@@ -35,7 +35,7 @@ class Shape:
     """A tile's columns, and how a kernel is compiled.
 
     flatten: the next tile's loads begin while one is written. split: a tile is written in halves, which leaves shared
-    memory for one more stage.
+    memory for one more stage. Triton 3.6 does not compile both at once.
     """
 
     columns: int
@@ -69,7 +69,8 @@ def _rows_kernel(
         if SPLIT:
             left, right = tl.split(y.reshape(BM, 2, BN // 2).permute(0, 2, 1))
             d.store([m * BM, n * BN], left.to(OUT))
-            d.store([m * BM, n * BN + BN // 2], right.to(OUT))
+            if n * BN + BN // 2 < N:  # a store must begin in the matrix
+                d.store([m * BM, n * BN + BN // 2], right.to(OUT))
         else:
             d.store([m * BM, n * BN], y.to(OUT))
 
@@ -104,7 +105,8 @@ def _sums_kernel(
         if SPLIT:
             left, right = tl.split(y.reshape(BM, 2, BN // 2).permute(0, 2, 1))
             _store_sum(d, e, m * BM, n * BN, left, OUT, ADD)
-            _store_sum(d, e, m * BM, n * BN + BN // 2, right, OUT, ADD)
+            if n * BN + BN // 2 < N:
+                _store_sum(d, e, m * BM, n * BN + BN // 2, right, OUT, ADD)
         else:
             _store_sum(d, e, m * BM, n * BN, y, OUT, ADD)
 
