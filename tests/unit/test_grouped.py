@@ -9,6 +9,7 @@ from megatron_fp8 import ops
 from megatron_fp8.engine.build import whole_banks
 from megatron_fp8.engine.owned_weight import in_forward_order
 from megatron_fp8.gemm import grouped
+from megatron_fp8.gemm.cutlass import Cutlass, GroupedKernel
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops.groups import groups_of
@@ -57,6 +58,37 @@ def test_sums(counts, dtype):
     grouped.sums(dy, x, into.unbind(), accumulate=True)
     torch.testing.assert_close(into.double(), 2 * expected, rtol=2**-7, atol=2e-2)
     assert all(torch.equal(into[e], once[e]) for e, count in enumerate(counts) if not count)
+
+
+def test_the_kernel_that_wastes_least():
+    """Of those of the types: whole clusters of tiles lie along N."""
+
+    def kernel(index, tile, promote, a=E5M2.dtype, sums=False):
+        types = {"a": a, "b": E4M3.dtype, "out": torch.bfloat16}
+        shape = {"tile": tile, "cluster": (1, 2), "pingpong": False}
+        return GroupedKernel(index=index, **types, promote=promote, **shape, sums=sums)
+
+    made = Cutlass()
+    made.grouped = (
+        kernel(0, (128, 256), 0, E4M3.dtype), kernel(1, (128, 256), 256), kernel(2, (128, 128), 256),
+        kernel(3, (128, 256), 256, sums=True),
+    )  # fmt: skip
+
+    def chosen(n, a=E5M2.dtype, sums=False, fast=False):
+        found = made.grouped_kernel(a, E4M3.dtype, torch.bfloat16, n, sums=sums, fast_accum=fast)
+        return found and found.index
+
+    assert [chosen(n) for n in (144, 272, 512, 768, 1408, 2816)] == [2, 1, 1, 2, 1, 1]
+    assert chosen(144, sums=True) == 3 and chosen(144, E4M3.dtype, fast=True) == 0
+    assert chosen(144, E4M3.dtype) is None and chosen(144, fast=True) == 2
+
+
+def test_what_tma_cannot_read():
+    whole = torch.zeros(4, 32, 48, dtype=E4M3.dtype)
+    assert grouped._whole(whole, whole[:, :20], whole[1:])
+    wide = torch.zeros(32, 56, dtype=E4M3.dtype)
+    for odd in (wide, wide[:, :48], whole.view(-1)[8:56].view(1, 48)):
+        assert not grouped._whole(whole, odd)
 
 
 def test_matrices_at_equal_distances_are_one():
