@@ -48,7 +48,7 @@ LM_HEAD = Flag(
 )
 EXPERTS = Flag(
     "--fp8-experts",
-    "Run routed experts in FP8 too, one by one; with --moe-grouped-gemm their rows are cast together. Store and update "
+    "Run routed experts in FP8 too, one by one; with --moe-grouped-gemm a rank's together. Store and update "
     "their weights as the level does. Needs --num-experts without biases. No GPU has trained with it. In no level.",
 )
 ALL = (

@@ -6,7 +6,8 @@
     auto       cuBLASLt; CUTLASS if it is built and known to be faster, or a search has found it faster; torch if
                cuBLASLt is not found
 
-The backends differ in speed and in the last bits. All need a CUDA device.
+The backends differ in speed and in the last bits. All need a CUDA device. Products of several experts at once
+(--moe-grouped-gemm) are CUTLASS' with auto and cutlass, if it is built, and Triton's else.
 """
 
 from argparse import Namespace
@@ -20,7 +21,8 @@ BACKEND = Flag(
     "The backend of the FP8 GEMMs: cublaslt, which accumulates weight gradients in the GEMM; cutlass, our own kernels, "
     "which take minutes to build at first use (or before: megatron-fp8 build); or torch (torch._scaled_mm). Default "
     "auto: cuBLASLt, and CUTLASS, if it is built, for large GEMMs of the backward pass and for GEMMs that "
-    "--fp8-gemm-search has found faster with it.",
+    "--fp8-gemm-search has found faster with it. Products of several experts at once are CUTLASS' with auto and "
+    "cutlass, if it is built, and Triton's else.",
     one_of(*BACKENDS),
 )
 SEARCH = Flag(
