@@ -30,8 +30,9 @@ rank has thousands of tokens:
 At 370 GB/s and 450 TFLOP/s that is so from T = 2400 (N - 1) K / A on: 4,300 tokens on each of 8 ranks if K = A / 4. The
 own block's backward pass has 2.5 times the FLOPs, for 3/4 of the bytes. The linear's two GEMMs have 4 T A H of them
 for H hidden channels, at some 1,200 TFLOP/s: enough from A H = 0.8 (N - 1) 1200 K channels on: (N - 1) K up to 5,000
-for Llama 3 8B's. (An H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer take
-more than 512 MiB (flags/stock.py): 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are fetched.
+for Llama 3 8B's. (An H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer
+take more than 512 MiB (flags/stock.py): 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are
+fetched.
 """
 
 import functools
