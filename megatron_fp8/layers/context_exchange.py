@@ -9,8 +9,7 @@ the early chunk; of the ranks behind it its late chunk sees both. There are two 
                 rank r + i sees to it. The next round is under way while a block is computed. The gradients of a round
                 go home while the next one is computed.
 
-The own block needs nothing of this. So it is computed while the exchange would have to be waited for
-(context_parallel.py):
+The own block needs nothing of this. So it is computed while the exchange would be waited for (context_parallel.py):
 
     forward     own block, while K and V come                    the other blocks
     backward    the linear before it, while K and V come         the other blocks        own block, while gradients go
@@ -103,14 +102,14 @@ def _sent_home(parts: list[torch.Tensor], rows: int, group) -> wire.Stages:
     stacks = [part.unflatten(0, (count, -1)) for part, count in ((both, of_both), (early, of_early)) if count]
     total, *more = (stack.sum(0, dtype=torch.float32) for stack in stacks)
     for part in more:
-        total[: len(part)] += part
+        total[: len(part)].add_(part)
     return total, []
 
 
 def _add(dk: torch.Tensor, dv: torch.Tensor, total: torch.Tensor) -> None:
     """Add total (t, b, ng, hn + hv), BF16 or FP32, to the first t rows of dk and dv; each sum is rounded once."""
     for gradient, part in zip((dk, dv), total.split((dk.shape[3], dv.shape[3]), -1), strict=True):
-        gradient[: len(part)] += part
+        gradient[: len(part)].add_(part)
 
 
 class Fetched:
@@ -180,7 +179,7 @@ class Fetched:
             return
         if self._total is None:
             self._total = received.new_zeros(self._rows, *received.shape[1:], dtype=torch.float32)
-        self._total[: len(received)] += received
+        self._total[: len(received)].add_(received)
 
     def add_received(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """As Gathered's."""

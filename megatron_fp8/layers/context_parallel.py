@@ -21,18 +21,18 @@ are gathered, or fetched from one rank after the other (context_exchange.py). To
 2407.21783, 3.3.2), whose grouped queries make them small. It makes fewer passes over the output.
 
 **What travels does so beside what computes.** The own block needs no other rank. Forward it comes first, while K and V
-are on their way. Backward it comes last, while the gradients of the other ranks' K and V go home; K and V are asked for
-before the linear behind attention computes its gradients (`announced`, function.py). The own block hides the bytes if a
-rank has thousands of tokens:
+are on their way. Backward it comes last, while the gradients of the other ranks' K and V go home. K and V are asked for
+when the linear behind attention begins its backward pass (`announce`, function.py). With T tokens a rank, and A, K and
+H channels of queries, keys and hidden states:
 
-    4 (N - 1) T K bytes    beside the own block's 2 T^2 A FLOPs        T tokens a rank; K, A channels of keys, queries
+    forward     4 (N - 1) T K bytes    beside the own block's 2 T^2 A FLOPs
+    backward    4 (N - 1) T K bytes    beside that linear's GEMMs, 4 T A H FLOPs
+                3 (N - 1) T K bytes    beside the own block's 5 T^2 A FLOPs
 
-At 370 GB/s and 450 TFLOP/s that is so from T = 2400 (N - 1) K / A on: 4,300 tokens on each of 8 ranks if K = A / 4. The
-own block's backward pass has 2.5 times the FLOPs, for 3/4 of the bytes. The linear's two GEMMs have 4 T A H of them
-for H hidden channels, at some 1,200 TFLOP/s: enough from A H = 0.8 (N - 1) 1200 K channels on: (N - 1) K up to 5,000
-for Llama 3 8B's. (An H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer
-take more than 512 MiB (flags/stock.py): 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are
-fetched.
+At 370 GB/s and 450 TFLOP/s the first is hidden from T = 2400 (N - 1) K / A on, 4,300 tokens on each of 8 ranks if K =
+A / 4, and the third earlier. At 1200 TFLOP/s the second is hidden up to N - 1 = A H / 3200 K: 6 ranks for Llama 3 8B.
+(An H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer take more than 512
+MiB (flags/stock.py): 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are fetched.
 """
 
 import functools
@@ -140,11 +140,11 @@ class _ContextAttention(Function):
             if dq is None:
                 dq, start = of_queries.to(wide), first
             else:  # no later block has more queries
-                dq[first - start :] += of_queries
+                dq[first - start :].add_(of_queries)
             del of_queries
         grads = kernel.backward(*map(_heads, (dy, q, k, v, y)), lse, True, scale, *rest)
         total, dk, dv = (t.permute(2, 0, 1, 3) for t in grads)
-        total[start:] += dq
+        total[start:].add_(dq)
         theirs.add_received(dk, dv)
         return total, dk, dv, None, None, None
 
