@@ -82,6 +82,22 @@ def report(tmp_path_factory) -> dict[str, str]:
     return reports(folder)
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """{name: its panels} of pictures that are drawn but not written, which takes most of a report's time."""
+    from matplotlib.figure import Figure
+
+    found = {}
+
+    def picture(name, caption, rows, columns, draw, panel=None):
+        found[name] = Figure().subplots(rows, columns, squeeze=False)
+        draw(found[name])
+        return Picture(name, caption, "<svg/>")
+
+    monkeypatch.setattr(plots, "picture", picture)
+    return found
+
+
 def at_the_edge(row) -> bool:
     return row.arm == "E8M3" and row.learning_rate == 1e-2 and row.seed != 3
 
@@ -278,7 +294,7 @@ def test_a_reports_title_names_its_arms_and_runs(report):
     assert "2 comparisons of divergence, and as many of final loss" in report["report.md"]
 
 
-def test_an_arm_s_flags_are_those_that_the_others_lack(tmp_path):
+def test_an_arm_s_flags_are_those_that_the_others_lack(tmp_path, drawn):
     of = plan(2, arms=("BF16", "E8M3"))
     of = replace(of, command=("train.py", "--lr", "1e-3", "--betas", "0.9", "-0.5"))
     of = replace(of, arms={"BF16": ("--fp8-level", "O0"), "E8M3": ("--fp8-level", "O1", "--fp8-emulate", "E8M3:x y")})
@@ -292,7 +308,7 @@ def test_an_arm_s_flags_are_those_that_the_others_lack(tmp_path):
     assert f"\n    {shared}\n" in written["report.md"]
 
 
-def test_any_arm_may_be_the_baseline(report, tmp_path):
+def test_any_arm_may_be_the_baseline(report, tmp_path, drawn):
     with closing(fill(tmp_path / "s.sqlite", diverges=at_the_edge)) as store:
         results = Results(store, "E8M3")
         with pytest.raises(UserError, match=r"^--baseline E8: no such arm; use one of BF16, E8M3, broken$"):
@@ -339,12 +355,12 @@ def test_earlier(base, run, expected):
     assert onset_section._earlier(pair) == expected
 
 
-def test_without_a_divergence_nothing_falls(tmp_path):
+def test_without_a_divergence_nothing_falls(tmp_path, drawn):
     fill(tmp_path / "sweep.sqlite", plan(seeds=3)).close()
     assert "In no pair did one run diverge before the other." in reports(tmp_path)["report.md"]
 
 
-def test_runs_from_a_checkpoint_are_judged_by_the_steps_that_they_made(report, tmp_path):
+def test_runs_from_a_checkpoint_are_judged_by_the_steps_that_they_made(report, tmp_path, drawn):
     """The same curves from step 10,000 on give the same report, apart from the numbers of the steps."""
     fill(tmp_path / "sweep.sqlite", diverges=at_the_edge, start=10_000).close()
     begun, later = report, reports(tmp_path)
@@ -381,7 +397,7 @@ def test_a_run_that_ended_before_its_first_step_began_where_the_others_did(tmp_p
     assert lost.divergence == ("not finite", 10_201) and unborn.divergence == ("not finite", 10_001)
 
 
-def test_the_report_says_if_too_few_runs_diverged(tmp_path):
+def test_the_report_says_if_too_few_runs_diverged(tmp_path, drawn):
     fill(tmp_path / "sweep.sqlite", plan(seeds=3), diverges=at_the_edge).close()
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
     assert "Too few to judge any signal: at least 3 of either kind are needed" in text
@@ -390,7 +406,7 @@ def test_the_report_says_if_too_few_runs_diverged(tmp_path):
     assert "With 3 pairs, the sign test and Wilcoxon's cannot give p <= 0.05 at all" in text
 
 
-def test_warnings_come_before_the_divergence(tmp_path):
+def test_warnings_come_before_the_divergence(tmp_path, drawn):
     fill(tmp_path / "sweep.sqlite", plan(seeds=16), diverges=at_the_edge).close()
     report = reports(tmp_path)
     rows = {(row["signal"], row["as"], row["within"]): row for row in table(report, "within")}
@@ -446,14 +462,14 @@ def test_the_ends_of_failed_logs_are_text(report):
     assert "version 1" in report["runs.html"] and "version 1" not in report["report.html"]
 
 
-def test_a_plan_that_names_no_data_has_the_commands(tmp_path):
+def test_a_plan_that_names_no_data_has_the_commands(tmp_path, drawn):
     fill(tmp_path / "sweep.sqlite", plan(seeds=2, rates=(1e-3,), data=(UNNAMED,), arms=("BF16", "E8M3"))).close()
     text = " ".join(Page(reports(tmp_path)["report.html"]).text)
     assert "learning rate 0.001, the command's data. Runs of one seed" in text
     assert "One data set, the command's: nothing about others." in text
 
 
-def test_one_arm_one_rate_two_data_sets(tmp_path):
+def test_one_arm_one_rate_two_data_sets(tmp_path, drawn):
     fill(tmp_path / "sweep.sqlite", plan(seeds=2, rates=(1e-3,), data=("a", "b"), arms=("BF16",))).close()
     report = reports(tmp_path)
     text = " ".join(Page(report["report.html"]).text)
@@ -462,7 +478,7 @@ def test_one_arm_one_rate_two_data_sets(tmp_path):
     assert [row["data"] for row in table(report, "Fisher p")] == ["a", "b"]
 
 
-def test_without_validation_the_training_loss_is_compared(tmp_path):
+def test_without_validation_the_training_loss_is_compared(tmp_path, drawn):
     fill(tmp_path / "sweep.sqlite", plan(rates=(1e-3,)), without=("validation_loss", "sharpness", "grad_norm")).close()
     report = reports(tmp_path)
     text = " ".join(Page(report["report.html"]).text)
@@ -471,7 +487,7 @@ def test_without_validation_the_training_loss_is_compared(tmp_path):
     assert abs(float(table(report, "Wilcoxon p")[1]["gap"]) - GAP) < 0.005
 
 
-def test_a_run_that_ended_itself_has_diverged(tmp_path):
+def test_a_run_that_ended_itself_has_diverged(tmp_path, drawn):
     store = Store(tmp_path / "sweep.sqlite", create=True)
     store.add(plan(seeds=1, rates=(1e-3,), arms=("BF16", "E8M3", "E8M4")))
     for points in (30, 0, 120):
@@ -507,7 +523,7 @@ def test_what_a_run_had_reached_before_it_ended_itself_is_not_its_final_loss(tmp
     assert found == {1: pytest.approx((start - results.final(other)) / 2)}
 
 
-def test_the_gaps_that_remain_possible_are_shown(tmp_path):
+def test_the_gaps_that_remain_possible_are_shown(tmp_path, drawn):
     """Without a difference: the gaps that a t-test does not tell from the one seen."""
     fill(tmp_path / "sweep.sqlite", plan(3, (1e-3,), arms=("BF16", "O3"))).close()
     store = Store(tmp_path / "sweep.sqlite")
@@ -591,22 +607,6 @@ def test_numbers_as_text():
 
 
 # Pictures, before matplotlib writes them.
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """{name: its panels} of pictures that are drawn but not written."""
-    from matplotlib.figure import Figure
-
-    found = {}
-
-    def picture(name, caption, rows, columns, draw, panel=None):
-        found[name] = Figure().subplots(rows, columns, squeeze=False)
-        draw(found[name])
-        return Picture(name, caption, "<svg/>")
-
-    monkeypatch.setattr(plots, "picture", picture)
-    return found
 
 
 def same(store_file, arms, values, rates=(1e-3, 1e-2), seeds=3) -> Results:
