@@ -28,6 +28,7 @@ from megatron_fp8.tools.lab.report.statistics import (
     FEW,
     detectable_gap,
     detectable_rate,
+    equivalence,
     equivalence_words,
     fisher,
     paired,
@@ -52,20 +53,26 @@ who have to decide if FP8 is as good as BF16. [levels.md](levels.md#what-is-know
 | column | |
 |---|---|
 | gap | loss less the reference's with the same seed and data: mean over seeds, in per cent of the reference's loss |
-| interval | 95 %, of the t-test: what remains possible |
-| seen | the smallest gap that this test would have seen with probability 0.8: a smaller one may have been missed |
+| interval | 95 %, of the t-test, which takes gaps for normally spread: what remains possible |
+| seen | the smallest gap that this t-test would have seen with probability 0.8: a smaller one may have been missed |
 | within {BOUND:g} % | two one-sided tests at 5 % (TOST): yes, if both show that the gap is within -+{BOUND:g} %; no, \
 if the interval lies outside; else not shown. With fewer than {FEW} seeds the test decides nothing here |
 | needed | seeds with which that test would say yes, power 0.9, if the true gap is 0 and the spread is this one |
 
-Rows that share a reference share its runs: they are not independent. With so many tests, one in twenty says "yes", or
-gives an interval without 0, by chance. Nothing of one model is known of another by this.
+Rows that share a reference share its runs: they are not independent. A row is one test, without correction for the
+others. If all gaps were 0, one interval in twenty would leave 0 out by chance. If all were {BOUND:g} %, one "yes" in
+twenty would be wrong. TOST looks at the 90 % interval, so a "yes" may stand beside a 95 % interval that is a little
+wider than -+{BOUND:g} %. Nothing of one model is known of another by this.
 """
 UNKNOWN = """\
 - Training of more than 26 M tokens: no losses of longer runs, or of models of more than 125 M parameters, were
   compared. Divergence after 200 billion tokens (arXiv 2409.12517) is out of reach.
+- Other text: each table has one kind, and held-out text is of that kind.
 - Quality on downstream tasks: none was measured.
 - FP8 gradients over many ranks: two ranks in the first table, simulated ones in [gradients.md](gradients.md).
+- Mantissas and exponents of other lengths, and sharpness as a warning, are no levels: [lab_results.md](lab_results.md)
+  has their stores and tests. Losses after ten to a hundred steps, in other pages, show that a level works, and nothing
+  finer.
 """
 
 
@@ -94,6 +101,12 @@ class Gap(NamedTuple):
         cells = str(found.n), signed(found.mean), between, seen, *equivalence_words(found, BOUND)
         return [self.arm, self.reference, *cells]
 
+    def said(self) -> str:
+        """The same as a sentence's part."""
+        _, _, seeds, gap, interval, _, verdict, _ = self.row()
+        many = f"{seeds} seed{'s' * (seeds != '1')}"
+        return f"{gap} ({f'interval {interval}, ' * (interval != '-')}{many}); within {BOUND:g} %: {verdict}"
+
 
 def signed(per_cent: float) -> str:
     return "-" if math.isnan(per_cent) else f"{per_cent:+.2f} %"
@@ -102,6 +115,25 @@ def signed(per_cent: float) -> str:
 def gaps(rows: Iterable[Gap]) -> str:
     heads = ("arm", "compared with", "seeds", "gap", "interval", "seen", f"within {BOUND:g} %", "needed")
     return table(heads, [gap.row() for gap in rows])
+
+
+def in_short(sent: Sequence[Gap], real: Sequence[Gap], levels: Sequence[Gap], others: Sequence[Gap]) -> str:
+    """The page's first answers: the rows that README and levels.md speak of, and all tests together."""
+    of = {(gap.arm, gap.reference): gap for gap in real}
+    te, bf16 = of["O3", "TE's FP8"], of["O3", "BF16, TE's layers"]
+    found = (paired(gap.differences()) for gap in (*sent, *real, *levels, *others))
+    tests = [test for test in found if test.n >= FEW]
+    equal, told = [equivalence(test, BOUND) for test in tests], [test.t for test in tests]
+    strict = 0.05 / len(tests)
+    lines = [
+        f"O3 and Transformer Engine's FP8, 85 M parameters: {te.said()}.",
+        f"O3 and BF16 of Transformer Engine's layers, 85 M parameters: {bf16.said()}.",
+        *(f"{gap.arm} with FP8 gradients that are sent, and our own layers in BF16: {gap.said()}." for gap in sent),
+        f"All {len(tests)} rows with {FEW} seeds or more: {sum(p < 0.05 for p in equal)} are shown to be within "
+        f"{BOUND:g} %, {sum(p < strict for p in equal)} after Bonferroni's correction for so many tests. The interval "
+        f"leaves out 0 in {sum(p < 0.05 for p in told)}, after the correction in {sum(p < strict for p in told)}.",
+    ]
+    return "\n".join(wrapped(f"- {line}", "  ") for line in lines)
 
 
 # ---- a model of 85 M parameters on real text
@@ -261,11 +293,13 @@ def stress() -> Iterator[str]:
             for arm in dict.fromkeys(verdict.arm for verdict in found):
                 if case := worst(verdict for verdict in found if verdict.arm == arm):
                     most = f"{one.limits[case.case]:g} {one.unit}"
-                    numbers = str(case.n), f"{case.mean:.3g}", most, case.word
+                    low, high = case.interval
+                    between = "-" if math.isnan(low) else f"{low:.3g} to {high:.3g}"
+                    numbers = str(case.n), f"{case.mean:.3g}", between, most, case.word
                     rows.append([f"{one.name} {one.title}", arm, case.case, *numbers])
         devices = ", ".join(sorted({point.device for point in points}))
         yield f"[lab/{store.name}](../benchmarks/results/lab/{store.name}), {devices}:"
-        yield table(("stress", "recipe", "its worst case", "seeds", "judged", "at most", "verdict"), rows)
+        yield table(("stress", "recipe", "its worst case", "seeds", "judged", "interval", "at most", "verdict"), rows)
 
 
 def page() -> str:
@@ -277,10 +311,14 @@ def page() -> str:
         of_levels = list(of_store(levels, lambda run: run.validation_loss))
         by_rate = [gap._replace(arm=f"{gap.arm}, rate {rate:g}") for rate, gap in of_levels]
         falls_in_ramp, falls_in_lottery = falls(ramp, ("FP32", "BF16")), falls(lottery, ("FP32",))
+    real, states, stored, sums = (list(of()) for of in (real_text, table6, storage, tensor_sums))
+    sent = [gap for gap in trained if gap.arm in ("O1", "O3") and gap.reference != "O1"]
     sections = {
+        "In short": (in_short(sent, real, by_rate, [*states, *stored, *sums]),),
         "FP8 gradients sent over two ranks, GPT-125M, a real vocabulary": (
             f"{done} of {len(l0.rows)} runs of configs/lab/evidence_l0.yaml are done"
             + ("." if done == len(l0.rows) else "; the others wait.")
+            + " A run sees 26 of 43 million tokens of English manuals."
             + ' "BF16 by halves" is BF16 with another order of sums: its gap is chance. O1 and O3 are compared with '
             "the mean of both. A seed counts if one commit made all runs of it that a row compares. Training loss of "
             f"the last {LAST} of 800 steps, nats a token:",
@@ -292,7 +330,7 @@ def page() -> str:
             "[real_text.csv](../benchmarks/results/real_text.csv): 800 steps of 32,768 bytes, training loss of the "
             "last hundred steps that both have, nats a byte. Gradients were not sent, and stored in BF16 except in "
             "rows that say FP8.",
-            gaps(real_text()),
+            gaps(real),
         ),
         "Levels and learning rates, 3.4 M parameters": (
             "[The store](../benchmarks/results/lab/levels.sqlite.xz): 300 steps, FP8 gradients in storage, held-out "
@@ -310,19 +348,21 @@ def page() -> str:
         "States in few bits, 2.6 M parameters": (
             "[table6.csv](../benchmarks/results/table6.csv), [what it shows](table6.md): 150 steps, held-out loss, "
             "nats a byte.",
-            gaps(table6()),
+            gaps(states),
         ),
         "Gradients of 128 micro-batches, 13 M parameters": (
             "[grad_storage.csv](../benchmarks/results/grad_storage.csv): training loss of the last 20 steps that all "
             "have, nats a byte.",
-            gaps(storage()),
+            gaps(stored),
         ),
         "Sums of tensor parallelism in FP8": (
             "[tp_sums_train.csv](../benchmarks/results/tp_sums_train.csv): held-out loss, nats a byte.",
-            gaps(tensor_sums()),
+            gaps(sums),
         ),
         "The stress suite": (
-            "[lab.md](lab.md#stress) says what is planted, what is judged, and when an arm is robust or fragile.",
+            "[lab.md](lab.md#stress) says what is planted, what is judged, and when an arm is robust or fragile. The "
+            "limits are ours; some were set after first runs at toy size. Plants are small models, or numbers drawn at "
+            "random: a fragile recipe can fail so, a robust one has passed this alone.",
             *stress(),
         ),
         "What cannot be known from all this": (UNKNOWN,),
@@ -333,9 +373,12 @@ def page() -> str:
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def wrapped(part: str) -> str:
+def wrapped(part: str, indent: str = "") -> str:
     """A paragraph in lines of the pages' width; tables, lists and what has lines of its own as they are."""
-    return part if "\n" in part or part.startswith("#") else textwrap.fill(part, 120, break_on_hyphens=False)
+    if "\n" in part or part.startswith("#"):
+        return part
+    kept = part.replace(" %", "\0%")  # a number and its per cent stay together
+    return textwrap.fill(kept, 120, subsequent_indent=indent, break_on_hyphens=False).replace("\0%", " %")
 
 
 def main() -> int:

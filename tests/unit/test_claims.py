@@ -160,6 +160,8 @@ def test_the_ramp_is_the_stores(tmp_path):
     both = tuple(one + other for one, other in zip(falls["O1"], falls["O3"], strict=True))
     assert f"O3 against FP32: Fisher's p {p['O3']:.3f}, O1 {p['O1']:.3f}" in levels
     assert f"both levels against BF16: {fisher(*both, *falls['BF16']):.2f}." in levels
+    words = f"O3: p {p['O3']:.3f} against FP32, {fisher(*falls['O3'], *falls['BF16']):.2f} against BF16"
+    assert words in page("README.md")
     assert f"O3 p {p['O3']:.3f}, O1 and E8M3 {p['O1']:.3f}" in lab and p["O1"] == p["E8M3 truncate"]
     assert f"both levels together {both[0]} of {both[1]}, p {fisher(*both, *falls['FP32']):.3f}" in lab
 
@@ -213,3 +215,19 @@ def test_throughputs_are_what_table_5_has():
             digits = len(gain[1].partition(".")[2])
             assert abs(found[2][0] / found[1][0] - float(gain[1])) <= 0.6 * 10**-digits, line
     assert shown >= 9
+
+
+def test_updates_that_a_second_moment_in_fp16_makes_too_small():
+    with (ROOT / "benchmarks/results/lab/stress_cpu.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if (row["stress"], row["arm"]) == ("S5", "O2 and O3")]
+    lost = {
+        beta2: [
+            float(row["value"])
+            for row in rows
+            if (row["case"], row["quantity"]) == (f"easier, beta2 {beta2}", "judged")
+        ]
+        for beta2 in ("0.999", "0.95")
+    }
+    assert {len(values) for values in lost.values()} == {3} and max(lost["0.95"]) < 0.05
+    words = f"updates are {statistics.mean(lost['0.999']):.0f} % too small at 0.999, and within 0.05 % at 0.95"
+    assert words in page("docs/levels.md")

@@ -106,6 +106,27 @@ def test_verdicts(n, spread, word):
     assert far.row()[3] == "+3.00 %"
 
 
+def test_in_short_counts_rows_as_tests():
+    """Five rows have seeds enough: two are equal, one of them still is as one of five; one is far from equal."""
+    noise = np.random.default_rng().normal(0, 1, 6)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+
+    def gap(arm, reference, mean, spread, seeds=6):
+        losses = {seed: 100 + mean + spread * noise[seed] for seed in range(seeds)}
+        return Gap(arm, reference, losses, dict.fromkeys(losses, 100.0))
+
+    real = [gap("O3", "TE's FP8", 0.0, 0.05), gap("O3", "BF16, TE's layers", 0.0, 0.5)]
+    levels = [gap("O1", "BF16", 3.0, 0.1), gap("O2", "BF16", 0.2, 2.0)]
+    found = make_evidence_doc.in_short(
+        [gap("O1", "BF16 and by halves", 0.1, 0.1, seeds=1)], real, levels, [gap("x", "y", 0.0, 5.0)]
+    )
+    text = re.sub(r"\s+", " ", found)
+    assert "All 5 rows with 4 seeds or more: 2 are shown to be within 0.5 %, 1 after Bonferroni's correction" in text
+    assert "The interval leaves out 0 in 1, after the correction in 1." in text
+    assert "our own layers in BF16: " in text and "(1 seed); within 0.5 %: too few seeds." in text
+    assert max(map(len, found.splitlines())) <= 120
+
+
 def test_equivalence_is_two_one_sided_tests():
     differences = np.random.default_rng().normal(0.1, 0.3, 9)
     for bound in (0.05, 0.5, 2.0):
