@@ -57,19 +57,18 @@ def test_readme_and_levels_agree():
     assert "within half a per cent" in levels
 
 
-def test_runs_that_are_too_few_decide_nothing():
-    """The eleven runs of L0, with their numbers of pairs."""
+def test_l0s_verdicts_need_seeds(tmp_path):
+    """As many runs as the store has; no verdict of fewer than four seeds."""
     section = "FP8 gradients sent over two ranks"
-    text = PAGE.read_text()
-    assert "11 of 48 runs of configs/lab/evidence_l0.yaml are done; the others wait." in re.sub(r"\s+", " ", text)
-    for arm, reference, seeds in (
-        ("BF16 by halves", "BF16", "2"),
-        ("O1", "BF16 and by halves", "1"),
-        ("O3", "BF16 and by halves", "1"),
-        ("O3", "O1", "1"),
-    ):
-        for found in rows(arm, reference, section):
-            assert found[0] == seeds and found[4:] == ["too few seeds", "-"]
+    results = make_evidence_doc.opened("evidence_l0", str(tmp_path))
+    done = sum(len(runs) for _, runs in results.cells())
+    text = re.sub(r"\s+", " ", PAGE.read_text())
+    assert f"{done} of {len(results.rows)} runs of configs/lab/evidence_l0.yaml are done" in text
+    for loss in (make_evidence_doc.last_steps, lambda run: run.validation_loss):
+        for gap in make_evidence_doc.of_l0(results, loss):
+            cells = gap.row()[2:]
+            assert cells in rows(gap.arm, gap.reference, section)
+            assert (cells[4] == "too few seeds") == (int(cells[0]) < 4)
 
 
 def test_a_seed_of_two_commits_is_not_compared():
