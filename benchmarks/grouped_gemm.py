@@ -65,9 +65,9 @@ READY_S, ANSWER_S = 75, 30  # how long a process may take to check itself, and f
 TYPES = {0: E4M3.dtype, 1: E5M2.dtype, 2: BF16, 3: FP32}  # the codes of csrc/abi.h
 SHAPES = {
     "triton 256": grouped_triton.Shape(256, 8, 4, split=True),
-    "triton 256 flat": grouped_triton.Shape(256, 8, 3, flatten=True),
-    "triton 128 8 warps": grouped_triton.Shape(128, 8, 4, flatten=True),
-    "triton 128 4 warps": grouped_triton.Shape(128, 4, 4),
+    "triton 256 flat": grouped_triton.Shape(256, 8, 4, flatten=True, split=True),
+    "triton 256 3 stages": grouped_triton.Shape(256, 8, 3, split=True),
+    "triton 128": grouped_triton.Shape(128, 8, 4),
 }
 
 type Call = Callable[[], object]
@@ -167,7 +167,7 @@ class Case:
 
 def by_triton(case: Case, name: str) -> Call:
     promote = 0 if case.fast else 128
-    if case.d.dtype is FP32 and SHAPES[name].columns > 128:
+    if case.d.dtype is FP32 and SHAPES[name].columns * SHAPES[name].stages > 3 * 256:
         raise Unfit("a tile of the result would not fit")
     product = grouped_triton.sums if case.sums else grouped_triton.rows
     operands = case.a, case.b, case.d, case.scale_a, case.scale_b, case.groups

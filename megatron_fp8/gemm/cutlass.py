@@ -174,14 +174,15 @@ class Cutlass:
     ) -> GroupedKernel | None:
         """The kernel of these types for several experts: with fast_accum a fast one, or else a promoted one.
 
-        n: columns of a result. Whole clusters of tiles lie along them, and what is beyond takes as long.
+        n: columns of a result. Whole clusters of tiles lie along them, and what is beyond takes as long. So blocks in
+        pairs, which read less, serve if they waste no more than single ones.
         """
         same = [k for k in self.grouped if (k.a, k.b, k.out, k.sums) == (a, b, out, sums)]
         fast = [kernel for kernel in same if not kernel.promote] if fast_accum else []
 
-        def cost(kernel: GroupedKernel) -> float:
+        def cost(kernel: GroupedKernel) -> tuple[int, int]:
             width = kernel.tile[1] * kernel.cluster[1]
-            return math.ceil(n / width) * width / SPEED[kernel.tile]
+            return math.ceil(n / width) * width, -width
 
         return min(fast or [kernel for kernel in same if kernel.promote], key=cost, default=None)
 

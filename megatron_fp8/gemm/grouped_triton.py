@@ -9,9 +9,10 @@ are and whose they are, so the host waits for no counts, and a recorded launch f
 Operands are read, and results written, by TMA. Its descriptors have an axis of experts, if a matrix is one of several:
 so a tile at an expert's edge neither reads nor writes the next expert's.
 
-Sums: the tensor core sums all of K, or with `promote` that much of it, and the partial sums are added in float32. (The
-partial sums need as many registers as the sums, so such tiles are 128 x 128.) Warps that only load, as csrc/ has them,
-Triton 3.6 does not make on Hopper: it ignores the hint if 8 warps multiply, and fails to compile if 4 do.
+Sums: the tensor core sums all of K, or with `promote` that much of it, and the partial sums are added in float32. They
+need as many registers as the sums: a thread then keeps 72 bytes in memory, and such a tile of 256 columns is still
+faster than one of 128. Warps that only load, as csrc/ has them, Triton 3.6 does not make on Hopper: it ignores the hint
+if 8 warps multiply, and fails to compile if 4 do.
 
 Source: the persistent matrix product of Triton's tutorials; DeepGEMM's "contiguous layout" for the tables.
 """
@@ -35,7 +36,7 @@ class Shape:
     """A tile's columns, and how a kernel is compiled.
 
     flatten: the next tile's loads begin while one is written. split: a tile is written in halves, which leaves shared
-    memory for one more stage. Triton 3.6 does not compile both at once.
+    memory for one more stage.
     """
 
     columns: int
@@ -45,7 +46,8 @@ class Shape:
     split: bool = False
 
 
-FAST, PROMOTED = Shape(256, 8, 4, split=True), Shape(128, 8, 4)
+# The fastest on an H200 (docs/performance.md). A tile in float32 takes twice the shared memory.
+FAST, PROMOTED, FLOAT32 = Shape(256, 8, 4, flatten=True, split=True), Shape(256, 8, 4, split=True), Shape(128, 8, 4)
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -69,8 +71,7 @@ def _rows_kernel(
         if SPLIT:
             left, right = tl.split(y.reshape(BM, 2, BN // 2).permute(0, 2, 1))
             d.store([m * BM, n * BN], left.to(OUT))
-            if n * BN + BN // 2 < N:  # a store must begin in the matrix
-                d.store([m * BM, n * BN + BN // 2], right.to(OUT))
+            d.store([m * BM, n * BN + BN // 2], right.to(OUT))
         else:
             d.store([m * BM, n * BN], y.to(OUT))
 
@@ -105,8 +106,7 @@ def _sums_kernel(
         if SPLIT:
             left, right = tl.split(y.reshape(BM, 2, BN // 2).permute(0, 2, 1))
             _store_sum(d, e, m * BM, n * BN, left, OUT, ADD)
-            if n * BN + BN // 2 < N:
-                _store_sum(d, e, m * BM, n * BN + BN // 2, right, OUT, ADD)
+            _store_sum(d, e, m * BM, n * BN + BN // 2, right, OUT, ADD)
         else:
             _store_sum(d, e, m * BM, n * BN, y, OUT, ADD)
 
@@ -141,7 +141,7 @@ def sums(
     add: bool = False, promote: int = 0, shape: Shape | None = None,
 ) -> None:  # fmt: skip
     """Write d (E, M, N), or add to it, a (M, R') b (N, R')^T of each expert's part of R'. N: a multiple of 16."""
-    shape = shape or (PROMOTED if promote else FAST)
+    shape = shape or (FLOAT32 if d.dtype == torch.float32 else PROMOTED if promote else FAST)
     experts, m, n = d.shape
     operands = _operands(a, b, d, shape)
     tables = scale_a, scale_b, groups.first

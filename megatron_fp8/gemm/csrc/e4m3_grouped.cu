@@ -5,6 +5,7 @@ namespace mfp8 {
 
 static const GroupedEntry entries[] = {
     GroupedTiled<E4M3, E4M3, BF16, 128, 256, 1, 2, Groups::Rows>::fast(),
+    GroupedTiled<E4M3, E4M3, BF16, 128, 256, 1, 1, Groups::Rows>::fast(),
 };
 
 extern const GroupedFamily e4m3_grouped = family(entries);

@@ -5,7 +5,7 @@ namespace mfp8 {
 
 static const GroupedEntry entries[] = {
     GroupedTiled<E5M2, E4M3, BF16, 128, 256, 1, 2, Groups::Rows>::promoted<256, 128>(),
-    GroupedTiled<E5M2, E4M3, BF16, 128, 128, 1, 2, Groups::Rows>::promoted<256>(),
+    GroupedTiled<E5M2, E4M3, BF16, 128, 256, 1, 1, Groups::Rows>::promoted<256, 128>(),
     GroupedTiled<E5M2, E4M3, BF16, 128, 256, 2, 1, Groups::Sum>::promoted<256, 128>(),
     GroupedTiled<E5M2, E4M3, FP32, 128, 256, 2, 1, Groups::Sum>::promoted<256, 128>(),
 };
