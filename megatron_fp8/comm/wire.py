@@ -100,8 +100,8 @@ class Flight:
     def advance(self) -> None:
         """Wait for the current stage and start the next; do nothing if all have started."""
         if self._result is None:
-            for handle in self._handles:
-                handle.wait()
+            while self._handles:
+                self._handles.pop().wait()  # gloo's would hold what it has sent
             try:
                 self._handles = next(self._stages)
             except StopIteration as end:

@@ -92,9 +92,9 @@ def _sent_home(parts: list[torch.Tensor], rows: int, group) -> wire.Stages:
     expected = [rows] * rank + [0] + [chunk] * (ranks - 1 - rank)
     data = parts[0] if len(parts) == 1 else torch.cat(parts)
     parts.clear()
-    received, handle = wire.pass_rows(data, sent, expected, group, wire.KEYS_GRADS)
+    received, *handles = wire.pass_rows(data, sent, expected, group, wire.KEYS_GRADS)
     del data
-    yield [handle]
+    yield handles
     if ranks == 2:
         return received, []
     of_both, of_early = rank, ranks - 1 - rank

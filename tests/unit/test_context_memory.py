@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import run_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from megatron_fp8.comm import wire
@@ -56,7 +56,19 @@ def merge(out, lse, part, part_lse, dtype):
     return out if out.dtype == dtype and out.is_contiguous() else torch.zeros(out.shape, dtype=dtype)
 
 
+def unseen(collective):
+    """The collective, past a dispatch mode: through one, torch 2.11 never frees what it has sent."""
+
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return collective(*args, **kwargs)
+
+    return call
+
+
 def work(rank: int, ranks: int) -> dict:
+    for name in ("all_gather_into_tensor", "all_to_all_single"):
+        setattr(dist, name, unseen(getattr(dist, name)))
     context_parallel._REFERENCE = context_parallel.Kernel(forward, backward)
     context_parallel.ops.merge_attention = merge
     context_parallel.FETCHED_ABOVE = 0
