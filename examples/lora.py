@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 8 examples/lora.py pretrain_gpt_fp8.py <its flags> --sft --fp8-level O3
     LORA_RANK=32 torchrun --nproc-per-node 8 examples/lora.py dpo_gpt_fp8.py <its flags> --fp8-level O3
 
+A run begins with a base that has no adapters by --pretrained-checkpoint BASE --dist-ckpt-strictness log_unexpected.
+
 Beside each linear of a layer stands y = W x + B A x. W is frozen: at O3 it is one E4M3 byte a weight, without gradient
 and state. A and B are BF16 parameters, trained by stock's optimizer; B begins as 0. The norms, the embedding and the
 head are frozen too. With tensor parallelism each rank has its part of A or of B.
@@ -18,6 +20,7 @@ import zlib
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 LINEARS = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
 COLUMN = "linear_qkv", "linear_fc1"  # divided by outputs over tensor parallelism; the others by inputs
@@ -40,17 +43,16 @@ class Lora(torch.nn.Module):
             raise ValueError("--sequence-parallel: these adapters need whole sequences on each rank; remove the flag")
         self.base, (n, k), ranks = base, base.weight.shape, mpu.get_tensor_model_parallel_world_size()
         self.column = name.endswith(COLUMN)
-        self.a = torch.nn.Linear(k, rank, bias=False, device=base.weight.device)
-        self.b = torch.nn.Linear(rank, n, bias=False, device=base.weight.device)
         whole = k if self.column else k * ranks
         first = torch.randn(rank, whole, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
         if not self.column:
             first = first.chunk(ranks, 1)[mpu.get_tensor_model_parallel_rank()]
-        with torch.no_grad():
-            self.a.weight.copy_(first * whole**-0.5)
-            self.b.weight.zero_()
-        self.bfloat16()
-        (self.b if self.column else self.a).weight.tensor_model_parallel = True
+        gated = base.config.gated_linear_unit and name.endswith("linear_fc1")
+        kind = {"device": base.weight.device, "dtype": torch.bfloat16}
+        self.a = torch.nn.Parameter((first * whole**-0.5).to(**kind))
+        # Over tensor parallelism a rank has a part of each half of a gated linear's outputs.
+        self.b = torch.nn.Parameter(torch.zeros(2, n // 2, rank, **kind) if gated else torch.zeros(n, rank, **kind))
+        (self.b if self.column else self.a).tensor_model_parallel = True
         self.on = True
 
     def enable_adapter_layers(self) -> None:
@@ -59,6 +61,21 @@ class Lora(torch.nn.Module):
     def disable_adapter_layers(self) -> None:
         """For DPO: the policy without its adapters is the reference (dpo_gpt_fp8.py)."""
         self.on = False
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """What a checkpoint holds. The linear's weight has the name and the form that it has without an adapter."""
+        from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+        from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        found = self.base.sharded_state_dict(f"{prefix}base.", sharded_offsets, metadata)
+        replace_prefix_for_sharding(found, f"{prefix}base.", prefix)
+        if self.b.dim() == 3:  # stock's MLP does it to the linear that it finds under its own name
+            whole = (metadata or {}).get("singleton_local_shards", False)
+            weight = f"{prefix}base.weight"
+            found[weight] = apply_swiglu_sharded_factory(found[weight], sharded_offsets, whole)
+        cut = {"b": self.b.dim() - 2} if self.column else {"a": 1}
+        return found | make_sharded_tensors_for_checkpoint({"a": self.a, "b": self.b}, prefix, cut, sharded_offsets)
 
     def forward(self, x, *args):
         from megatron.core.tensor_parallel import (
@@ -70,7 +87,7 @@ class Lora(torch.nn.Module):
         if not self.on:
             return y, bias
         reduce = copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region
-        return y + self.b(reduce(self.a(x))), bias
+        return y + F.linear(reduce(F.linear(x, self.a)), self.b.flatten(0, -2)), bias
 
 
 def add_adapters(model: torch.nn.Module, rank: int) -> None:

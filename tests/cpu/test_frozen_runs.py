@@ -94,6 +94,37 @@ def test_the_example(level):
     assert any(frozen in line for line in run.lines) == (level == "O3")
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> tuple[str, float]:
+    """A checkpoint of a whole run without adapters, and the loss that the next step begins with."""
+    folder = str(tmp_path_factory.mktemp("base"))
+    flags = [*TINY_GPT, "--use-distributed-optimizer", "--fp8-level", "O3", "--lr", "1e-2"]
+    run_megatron(1, [*flags, "--save", folder, "--save-interval", "10"])
+    return folder, run_megatron(1, [*flags, "--load", folder, "--finetune", "--train-iters", "3"]).losses[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["", *(pytest.param(f"--{kind}-model-parallel-size 2", marks=slow) for kind in ("tensor", "pipeline"))],
+)
+def test_the_examples_adapters_begin_on_a_trained_base(layout, base, tmp_path):
+    """They add nothing at first. Their checkpoint goes on in one process, as in the layout that saved it."""
+    folder, loss = base
+    script, env = str(ROOT / "examples/lora.py"), {"PYTHONPATH": str(ROOT)}
+    flags = [str(ROOT / "pretrain_gpt_fp8.py"), *TINY_GPT, *SIX, "--lr", "2e-3", "--fp8-level", "O3"]
+    flags += ["--use-distributed-optimizer", "--pretrained-checkpoint", folder]
+    flags += ["--dist-ckpt-strictness", "log_unexpected"]
+    keep = ["--save", str(tmp_path), "--save-interval", "3", "--load", str(tmp_path)]
+    ranks = 2 if layout else 1
+    whole = run_megatron(ranks, [*flags, *layout.split(), *keep], script=script, env=env)
+    assert whole.losses[0] == pytest.approx(loss, abs=2e-3) and loss < 5.2
+    assert whole.losses[-1] < whole.losses[0] - 0.02
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = run_megatron(1, [*flags, *keep], script=script, env=env)
+    assert len(resumed.losses) == 3
+    assert resumed.losses[-1] == pytest.approx(whole.losses[-1], abs=2e-3 if layout else 0)
+
+
 @pytest.mark.parametrize(
     ("layout", "here"),
     [
