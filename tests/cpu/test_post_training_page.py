@@ -22,7 +22,7 @@ SMALL = {"LENGTH": "256", "BATCH": "4", "STEPS": "6", "LOG": "1", "RATE": "1e-3"
 
 @pytest.mark.slow
 def test_every_command_runs(tmp_path):
-    assert len(BLOCKS) >= 5
+    assert len(BLOCKS) == 6
     before = write_llama(tmp_path / "hf")
     (tmp_path / "hf/tokenizer.json").write_text("{}")
     script = "set -e\n" + "\n".join(f"echo '== {number}'\n{block}" for number, block in enumerate(BLOCKS))
@@ -32,7 +32,7 @@ def test_every_command_runs(tmp_path):
            "OMP_NUM_THREADS": "1"}  # fmt: skip
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    _, _, packed, tuned, back = re.split(r"== \d\n", done.stdout)[1:6]
+    _, _, packed, tuned, back, adapted = re.split(r"== \d\n", done.stdout)[1:7]
     assert re.search(r"400 conversations in \d+ lines of 256 tokens, 9\d % filled", packed)
     losses = [step.loss for step in map(parse_step, tuned.splitlines()) if step]
     assert "[fp8] O3: the GEMMs of 8 of 8 linears are in FP8" in tuned
@@ -40,6 +40,9 @@ def test_every_command_runs(tmp_path):
     dpo = [float(loss) for loss in re.findall(r"dpo loss: (\S+)", tuned)]
     assert losses and sft[-1] < sft[0] - 0.1 and dpo[0] == pytest.approx(0.6931, abs=1e-4), (sft, dpo)
     assert "hf" in back
+    of_adapters = [float(loss) for loss in re.findall(r"lm loss: (\S+)", adapted)]
+    assert "frozen by the script, without gradients and states: decoder.layers.0-1" in adapted
+    assert of_adapters[0] == pytest.approx(sft[0], abs=1e-2) and of_adapters[-1] < of_adapters[0], of_adapters
     config = json.loads((tmp_path / "out/hf/config.json").read_text())
     assert config["quantization_config"]["format"] == "float-quantized" and config["vocab_size"] == 259
     after = load_file(tmp_path / "out/hf/model.safetensors")
