@@ -251,16 +251,23 @@ def test_gpt_layers_of_a_frozen_base_keep_28_bytes(system):
     assert activations.layer(again) / (w.tokens * w.job.hidden_size) == pytest.approx(14, abs=0.05)
 
 
-def test_adapters_on_a_frozen_base_as_measured():
-    """benchmarks/results/tuning.csv: LoRA of rank 16 on eight layers of GPT-7B, whose states stock holds."""
+def test_post_training_as_measured():
+    """The memory of benchmarks/results/tuning.csv: SFT, DPO, and LoRA of rank 16, whose states stock holds."""
     with (RESULTS / "tuning.csv").open(newline="") as file:
-        (row,) = (row for row in csv.DictReader(file) if (row["commit"], row["task"]) == ("2a053cd", "lora"))
-    job = replace(slice_7b().job, untie_embeddings_and_output_weights=True, position_embedding_type="rope",
-                  frozen_base=True)  # fmt: skip
-    found = estimate(slice_7b("O3", job=job, micro_batch=1, global_batch=16), H200)
-    adapters = 16 * sum(rows + columns for rows, columns, _ in job.linear_sizes) * job.num_layers
-    assert found.held + 18 * adapters / 1e9 == pytest.approx(float(row["gb"]), rel=0.02)
-    assert found.peak - found.held == pytest.approx(float(row["gb_peak"]) - float(row["gb"]), rel=0.02)
+        rows = [row for row in csv.DictReader(file) if row["task"] in ("sft", "dpo", "dpo-file", "lora")]
+    assert len(rows) >= 17 and sum(row["task"] == "lora" for row in rows) >= 3
+    systems = {"O3": "O3", "bf16-repaired": "bf16", "te-delayed": "te"}
+    for row in rows:
+        job = replace(
+            slice_7b().job, num_layers=int(row["layers"]), untie_embeddings_and_output_weights=True,
+            position_embedding_type="rope", frozen_base=row["task"] == "lora", dpo_reference=row["task"] == "dpo",
+        )  # fmt: skip
+        sizes = {"micro_batch": int(row["mbs"]), "global_batch": int(row["gbs"])}
+        found = estimate(slice_7b(systems[row["system"]], job=job, **sizes), H200)
+        adapters = 18e-9 * 16 * sum(rows + columns for rows, columns, _ in job.linear_sizes) * job.num_layers
+        held = found.held + adapters * job.frozen_base
+        assert held == pytest.approx(float(row["gb"]), rel=0.015), row
+        assert found.peak - found.held == pytest.approx(float(row["gb_peak"]) - float(row["gb"]), rel=0.02), row
 
 
 def test_a_level_with_gemms_in_bf16():
