@@ -1,0 +1,249 @@
+"""Time the routed part of a layer of experts, forward and backward: together, one by one, in BF16; one Hopper GPU.
+
+    megatron-fp8 build                           the CUTLASS library, for "together"
+    python benchmarks/routed_layer.py --csv routed.csv
+    python benchmarks/routed_layer.py --counts skewed --tokens 4096 --only Qwen3
+
+From rows that are sorted by expert to their results, and back to the rows' gradients and the weights': gated experts of
+Qwen3-30B-A3B (128, top 8, hidden 2048, ffn 768) and like DeepSeek-V2-Lite (64, top 6, 2048, 1408), weights in E4M3,
+gradients in BF16, delayed scales.
+
+    together     layers/grouped_experts.py, as --fp8-experts --moe-grouped-gemm, with our CUTLASS kernels
+    by Triton    the same with Triton's, as without CUTLASS' library
+    one by one   two linears an expert, as --fp8-experts alone
+    BF16         torch's linears, one expert after the other, as stock's SequentialMLP
+    grouped BF16 torch._grouped_mm with torch's own gradients
+
+Neither the router nor permutation is in it, which all have alike. "parts" times what `together` consists of. Each runs
+alone twice, in turns (gemm/timing.py). First the results of the FP8 systems are compared: relative difference of the
+output, the rows' gradient and the weights'.
+"""
+
+import argparse
+import csv
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from grouped_gemm import COUNTS, MODELS, counts_of
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from stamp import commit
+
+from megatron_fp8 import ops
+from megatron_fp8.engine.bank import Bank
+from megatron_fp8.engine.events import Events
+from megatron_fp8.engine.grad_store import DenseStore, GradSink
+from megatron_fp8.engine.owned_weight import OwnedWeight, Scratch
+from megatron_fp8.gemm import grouped
+from megatron_fp8.gemm.cutlass import CUTLASS
+from megatron_fp8.gemm.cutlass_build import Unavailable
+from megatron_fp8.gemm.interface import use
+from megatron_fp8.gemm.timing import in_turns, under_load
+from megatron_fp8.layers.grouped_experts import experts_together
+from megatron_fp8.layers.linear import product
+from megatron_fp8.layers.parcel import Parcel, plan
+from megatron_fp8.numerics import E4M3, E5M2
+from megatron_fp8.numerics.scaling import DelayedScaling
+from megatron_fp8.ops.groups import groups_of
+
+TOP = {"Qwen3-30B-A3B": 8, "DeepSeek-V2-Lite": 6}
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16 = torch.bfloat16
+
+
+class Layer:
+    """The weights of a layer's experts, and rows for them."""
+
+    def __init__(self, experts: int, hidden: int, ffn: int, counts: torch.Tensor):
+        self.host, self.counts, rows = counts.tolist(), counts.to(DEVICE), int(counts.sum())
+        self.x, self.dy = (torch.randn(rows, hidden, device=DEVICE).to(BF16) for _ in range(2))
+        self.probs = torch.rand(rows, device=DEVICE)
+        self.config = SimpleNamespace(
+            forward_format=E4M3, grad_format=E5M2, margin=0, gemm="fp8", weight="fp8", emulate=None, wgrad=True,
+            tp_gather="bf16", tp_reduce_scatter="bf16", activations=False, keep_transpose_cache=False, level="O3",
+            seed=1,
+        )  # fmt: skip
+        self.scaling = DelayedScaling([E4M3, E5M2] * (2 * experts), 1, "most_recent", 0, DEVICE)
+        self.events, self.scratch, self.stores = Events(), Scratch(), []
+        self.fc1, self.fc2 = self._weights(experts, 2 * ffn, hidden, 0), self._weights(experts, hidden, ffn, 1)
+        self.banks = Bank(self.fc1), Bank(self.fc2)
+        self.like = SimpleNamespace(
+            activation_func=F.silu,
+            config=SimpleNamespace(
+                use_te_activation_func=False, bias_activation_fusion=True, activation_func_fp8_input_store=False,
+                gated_linear_unit=True,
+            ),
+        )  # fmt: skip
+        self.exact = [[w.dense().detach().clone().requires_grad_() for w in same] for same in (self.fc1, self.fc2)]
+        self.one_by_one()  # the first step's amaxes
+        self.scaling.update()
+
+    def _weights(self, experts: int, n: int, k: int, which: int) -> list[OwnedWeight]:
+        values = torch.randn(experts, n, k, device=DEVICE) / k**0.5
+        scale = torch.tensor(64.0, device=DEVICE)
+        codes = ops.quantize(values, E4M3, scale)
+        store, weights = DenseStore(1, values.numel(), "bf16", DEVICE), []
+        for e in range(experts):
+            weight = OwnedWeight(torch.nn.Parameter(codes[e], requires_grad=False), self.config)
+            weight.param.requires_grad = True
+            weight.changed(scale.reciprocal())
+            weight.sink = GradSink(store, e * n * k, torch.Size((n, k)), (1,))
+            weight.events, weight.scratch = self.events, self.scratch
+            weight.casts.scaling, weight.casts.slots = self.scaling, tuple(4 * e + 2 * which + i for i in range(2))
+            weights.append(weight)
+        self.stores.append(store)
+        return weights
+
+    def _begin(self) -> torch.Tensor:
+        for weight in (*self.fc1, *self.fc2):
+            weight.sink.begin_step(1)
+        return self.x.detach().requires_grad_()
+
+    def together(self) -> tuple:
+        x = self._begin()
+        y = experts_together(self.like, *self.banks, x, self.counts, self.probs, True)
+        y.backward(self.dy)
+        return y, x.grad
+
+    def by_triton(self) -> tuple:
+        with mock.patch.object(grouped, "_kernel", lambda *types, **how: None):
+            return self.together()
+
+    def one_by_one(self) -> tuple:
+        x = self._begin()
+        results = []
+        each = zip(self.fc1, self.fc2, x.split(self.host), self.probs.split(self.host), strict=True)
+        for fc1, fc2, mine, probs in each:
+            count = mine.shape[0]
+            missing = max(-count % 16, 16 if count == 0 else 0)
+            mine, probs = F.pad(mine, (0, 0, 0, missing)), F.pad(probs, (0, missing))
+            h = weighted_bias_swiglu_impl(_linear(mine, fc1), None, probs.unsqueeze(-1), False)
+            results.append(_linear(h, fc2)[:count])
+        y = torch.cat(results)
+        y.backward(self.dy)
+        return y, x.grad
+
+    def bf16(self) -> tuple:
+        x = self.x.detach().requires_grad_()
+        results = []
+        for fc1, fc2, mine, probs in zip(*self.exact, x.split(self.host), self.probs.split(self.host), strict=True):
+            h = weighted_bias_swiglu_impl(F.linear(mine, fc1), None, probs.unsqueeze(-1), False)
+            results.append(F.linear(h, fc2))
+        y = torch.cat(results)
+        y.backward(self.dy)
+        return y, x.grad
+
+    def grouped_bf16(self) -> tuple:
+        if not hasattr(self, "_stacked"):
+            self._stacked = [torch.stack([w.detach() for w in same]).requires_grad_() for same in self.exact]
+            self._ends = self.counts.cumsum(0).int()
+        (fc1, fc2), x = self._stacked, self.x.detach().requires_grad_()
+        h = torch._grouped_mm(x, fc1.mT, offs=self._ends)
+        h = weighted_bias_swiglu_impl(h, None, self.probs.unsqueeze(-1), False)
+        y = torch._grouped_mm(h, fc2.mT, offs=self._ends)
+        y.backward(self.dy)
+        return y, x.grad
+
+    def parts(self) -> dict:
+        """{part of `together`: call}."""
+        of = groups_of(self.counts, self.x.shape[0], DEVICE)
+        fc1, fc2 = self.banks
+        both = {"rows": True, "columns": True, "training": True}
+        x, dy = fc1.cast(self.x, 0, of, **both), fc2.cast(self.dy, 1, of, **both)
+        h = _rows(x, fc1.quantized(), True)
+        act = fc2.cast(h[:, : h.shape[1] // 2].contiguous(), 0, of, **both)
+        dh = fc1.cast(h, 1, of, **both)
+        probs = torch.rand(of.rows, 1, device=DEVICE)
+        into = [[w.sink.room() for w in same] for same in (self.fc1, self.fc2)]
+        turned = [bank.transposed(bank.quantized()) for bank in self.banks]
+        return {
+            "tables": lambda: groups_of(self.counts, self.x.shape[0], DEVICE),
+            "cast x": lambda: fc1.cast(self.x, 0, of, **both),
+            "cast act": lambda: fc2.cast(h[:, : h.shape[1] // 2], 0, of, **both),
+            "cast dy": lambda: fc2.cast(self.dy, 1, of, **both),
+            "cast dh": lambda: fc1.cast(h, 1, of, **both),
+            "activation": lambda: weighted_bias_swiglu_impl(h, None, probs, False),
+            "cut": lambda: self.x.new_empty(of.rows, self.x.shape[1]).index_select(0, of.place),
+            "transpose fc1": lambda: fc1.transposed(fc1.quantized()),
+            "transpose fc2": lambda: fc2.transposed(fc2.quantized()),
+            "fc1": lambda: _rows(x, fc1.quantized(), True),
+            "fc2": lambda: _rows(act, fc2.quantized(), True),
+            "fc1 dgrad": lambda: _rows(dh, turned[0]),
+            "fc2 dgrad": lambda: _rows(dy, turned[1]),
+            "fc1 wgrad": lambda: grouped.sums(dh, x, into[0]),
+            "fc2 wgrad": lambda: grouped.sums(dy, act, into[1]),
+        }
+
+
+def _rows(a: grouped.GroupedTensor, weights: grouped.GroupedWeights, fast_accum: bool = False) -> torch.Tensor:
+    out = torch.empty(a.groups.rows, weights.each[0].payload.shape[0], dtype=BF16, device=DEVICE)
+    return grouped.rows(a, weights, out, fast_accum=fast_accum)
+
+
+def _linear(x: torch.Tensor, weight: OwnedWeight) -> torch.Tensor:
+    return product(x, torch.zeros(0, requires_grad=True), Parcel(plan(weight, None, False, False, True)))
+
+
+def off(mine: torch.Tensor, other: torch.Tensor) -> float:
+    return float((mine.float() - other.float()).norm() / other.float().norm())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only models whose names begin with this")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--counts", nargs="+", default=["random", "skewed"], choices=COUNTS)
+    for name in ("experts", "hidden", "ffn"):
+        parser.add_argument(f"--{name}", type=int, help="instead of the models'")
+    parser.add_argument("--check", action="store_true", help="compare results, and stop")
+    parser.add_argument("--csv")
+    args = parser.parse_args()
+    torch.manual_seed(1)
+    served = "none"
+    if DEVICE.type == "cuda":
+        try:
+            use("auto")
+            served = CUTLASS.version
+        except Unavailable as reason:
+            print(f"together is by Triton: {reason}")
+    gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "none"
+    where = {"gpu": gpu, "torch": torch.__version__, "cutlass library": served, "commit": commit()}
+    print(", ".join(f"{key} {value}" for key, value in where.items()))
+    rows = []
+    for model, sizes in MODELS.items():
+        asked = args.experts, args.hidden, args.ffn
+        experts, hidden, ffn = (mine or theirs for mine, theirs in zip(asked, sizes, strict=True))
+        for kind in args.counts if model.startswith(args.only) else ():
+            layer = Layer(experts, hidden, ffn, counts_of(kind, experts, args.tokens * TOP[model] // experts, 1))
+            y, dx = layer.one_by_one()
+            dws = [store.dense().clone() for store in layer.stores]
+            y_too, dx_too = layer.together()
+            dws_too = [store.dense() for store in layer.stores]
+            offs = [off(a, b) for a, b in ((y_too, y), (dx_too, dx), *zip(dws_too, dws, strict=True))]
+            print(f"{model}, {kind}: together against one by one: " + ", ".join(f"{x:.1e}" for x in offs), flush=True)
+            del y, dx, dws, y_too, dx_too, dws_too
+            if args.check:
+                continue
+            systems = {"together": layer.together, "by Triton": layer.by_triton, "one by one": layer.one_by_one}
+            systems |= {"BF16": layer.bf16, "grouped BF16": layer.grouped_bf16}
+            for title, calls in ("systems", systems), ("parts", layer.parts()):
+                for call in calls.values():
+                    call()
+                bursts = in_turns(calls, 4)
+                ms = under_load(calls, bursts)
+                for name in calls:
+                    row = {"model": model, "tokens": args.tokens, "counts": kind, "what": title, "name": name}
+                    rows.append(row | {"ms": round(ms[name], 4), "burst ms": round(bursts[name], 4)} | where)
+                    print(f"  {title:8} {name:14} {ms[name]:8.3f} ms, burst {bursts[name]:8.3f}", flush=True)
+            del layer, systems, calls
+            torch.cuda.empty_cache()
+    if args.csv and rows:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
