@@ -65,11 +65,12 @@ class RunGemms:
         if self._device == "cpu":
             return list
         if fp8.gemm_backend == "auto" and fp8.gemm == "fp8" and serving("cuda").name != "auto":
+            ours = _OURS + " and for experts together" * (fp8.experts and fp8.draws_grouped)
             if reason := cutlass_check.why_not():
-                self._say([f"FP8 GEMMs: without {_OURS}: {reason}"])
+                self._say([f"FP8 GEMMs: without {ours}: {reason}"])
             else:
                 self._use("auto")
-                self._say([f"FP8 GEMMs: {_OURS}, cuBLASLt for the rest ({CUTLASS.version})"])
+                self._say([f"FP8 GEMMs: {ours}, cuBLASLt for the rest ({CUTLASS.version})"])
         if fp8.gemm_backend == "cutlass" and (reason := cutlass_check.why_not()):
             raise UserError(f"--fp8-gemm-backend cutlass: {reason}; or remove it")
         if not fp8.gemm_search:

@@ -203,6 +203,7 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
     from commands import MODEL
 
     run(
+        "import dataclasses\n"
         "from megatron_fp8.engine.gemm_choice import RunGemms\n"
         "from megatron_fp8.gemm import cublaslt, cutlass, cutlass_check, plans\n"
         "from megatron_fp8.gemm.interface import serving\n"
@@ -214,6 +215,7 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "    cutlass_check.why_not = lambda: reason\n"
         f"    sys.argv = ['train.py', *{MODEL}, '--eval-interval', '9', '--fp8-level', 'O1', *flags]\n"
         "    config = parsed_runs.config_from_args(arguments.parse_args()); lines.clear()\n"
+        "    config = dataclasses.replace(config, draws_grouped='--moe-grouped-gemm' in flags)  # the level adapts it\n"
         "    gemms = RunGemms(config, 'cuda', lines.extend, plugin._installed.run.hooked); gemms.settle()\n"
         "    said = list(lines); gemms.settle()  # as an evaluation after the other does\n"
         "    assert reason or lines == said; lines[:] = said; return serving('cuda').name\n"
@@ -221,6 +223,9 @@ def test_cutlass_joins_a_run_where_it_is_built(run):
         "assert lines == [f'FP8 GEMMs: {what}, cuBLASLt for the rest (01-nvcc13-cutlass4)']\n"
         "assert settled('it is not built') == 'cublaslt' and plans.maker_of == serving('cuda').maker_of\n"
         "assert lines == [f'FP8 GEMMs: without {what}: it is not built']\n"
+        "experts = '--num-experts 2 --fp8-experts --moe-grouped-gemm --disable-bias-linear'.split()\n"
+        "assert settled('', *experts) == 'auto'\n"
+        "assert lines == [f'FP8 GEMMs: {what} and for experts together, cuBLASLt for the rest (01-nvcc13-cutlass4)']\n"
         "assert settled('', '--fp8-gemm-backend', 'cublaslt') == 'cublaslt' and not lines\n"
         "assert settled('', '--fp8-gemm', 'bf16') == 'cublaslt' and not lines\n"
         "assert settled('', '--fp8-gemm-backend', 'cutlass') == 'cutlass' and not lines\n"
