@@ -108,7 +108,7 @@ def test_auto_records_if_the_gpu_waits_for_its_host():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("--tensor-model-parallel-size 2", marks=pytest.mark.slow), "--overlap-grad-reduce"]
+    "layout", [pytest.param("--tensor-model-parallel-size 2", marks=pytest.mark.slow), SHARDED]
 )
 def test_a_rank_that_cannot_record_makes_all_go_on_without(layout):
     nproc = 2

@@ -1,9 +1,7 @@
 """If one rank fails while others wait for it, only the failed rank prints a line."""
 
-import os
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from gloo_ranks import WHERE
@@ -46,6 +44,12 @@ def test_what_is_no_mistake_keeps_its_traceback(tmp_path):
     assert "ZeroDivisionError: a bug" in said
 
 
+WITHOUT = """
+import os, sys
+for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+    del os.environ[name]
+os.environ |= {"WORLD_SIZE": "2", "RANK": sys.argv[3], "MASTER_PORT": sys.argv[4]}
+"""
 LATE = """
 import time
 def _failed(asks=failing._failed):
@@ -61,21 +65,19 @@ dist.init_process_group("gloo")
 def test_ranks_that_no_torchrun_has_started(tmp_path, fails):
     """Ranks started by srun: the store ends with rank 0."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace('dist.init_process_group("gloo")\n', LATE))
+    script.write_text(WITHOUT + SCRIPT.replace('dist.init_process_group("gloo")\n', LATE))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": WHERE}
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    ranks = [
-        subprocess.Popen([sys.executable, str(script), fails, "mistake"], env={**outside, **place, "RANK": str(rank)},
-                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [2, 2], said
-    assert said == ["megatron_fp8: the line\n" if str(rank) == fails else "" for rank in range(2)]
+
+    def alone(rank: int) -> tuple[int, list[str]]:
+        """Exit code and lines of a rank that is a run of its own."""
+        command = [str(script), fails, "mistake", str(rank), str(port)]
+        with pytest.raises(RunFailed) as failed:
+            forked(1, command, tmp_path / f"log{rank}", timeout=300, env={"PYTHONPATH": WHERE})
+        lines = (tmp_path / f"log{rank}").read_text().splitlines()
+        return failed.value.code, [line for line in lines if not line.startswith("[ranks] ")]
+
+    with ThreadPoolExecutor() as pool:
+        ended = [*pool.map(alone, range(2))]
+    assert ended == [(2, ["megatron_fp8: the line"] if str(rank) == fails else []) for rank in range(2)]

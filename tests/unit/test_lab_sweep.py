@@ -13,6 +13,7 @@ import pytest
 from lab_runs import PLAN, done, lab, reports, wait_for, write
 
 from megatron_fp8 import processes
+from megatron_fp8.cli import main
 from megatron_fp8.tools.lab.sweep import main as sweep
 from megatron_fp8.tools.lab.sweep.orphans import MARK
 from megatron_fp8.tools.lab.sweep.plan_file import read_plan
@@ -291,8 +292,16 @@ def test_every_place_has_its_gpus(tmp_path):
     store.close()
 
 
-def test_wrong_command_lines_are_one_line(tmp_path):
+def test_wrong_command_lines_are_one_line(tmp_path, monkeypatch, capsys):
     write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def said(*argv: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["lab", "sweep", *argv])
+        assert ended.value.code == 2
+        return "".join(capsys.readouterr())
+
     for argv, message in (
         (["none.yaml", "--store", "s"], "none.yaml: No such file or directory; give a plan file"),
         (["plan.yaml", "--store", "s", "--jobs", "0"], "--jobs 0: use 1 or more"),
@@ -305,10 +314,10 @@ def test_wrong_command_lines_are_one_line(tmp_path):
         (["plan.yaml"], "the following arguments are required: --store"),
         (["plan.yaml", "--store", "no/s.sqlite"], "no/s.sqlite: no such folder; make it, or name another file"),
     ):
-        output = done(tmp_path, "sweep", *argv, code=2)
+        output = said(*argv)
         assert output.startswith("megatron_fp8: ") and output.count("\n") == 1 and message in output
     (tmp_path / "train.py").unlink()
-    assert "train.py: no such script here" in done(tmp_path, "sweep", "plan.yaml", "--store", "s", code=2)
+    assert "train.py: no such script here" in said("plan.yaml", "--store", "s")
 
 
 # Slurm.
