@@ -98,8 +98,8 @@ def test_a_graph_replays_other_counts():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         grouped._cutlass_rows(x, weights, y, True)
-    other = groups([100, 0, 300, 84])
-    assert other.rows == of.rows
+    other = groups([128, 0, 256, 100])  # as many tiles: what x has behind its last one is undefined
+    assert other.rows == of.rows and other.first[-1] == of.first[-1]
     for mine, new in ((of.first, other.first), (of.expert, other.expert)):
         mine.copy_(new)
     for _ in range(3):
