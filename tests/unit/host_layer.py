@@ -58,7 +58,7 @@ class Layer:
 
     def forward(self) -> torch.Tensor:
         mixed, x = self.normed("qkv", self.x)
-        q, _, _ = SplitQkv.apply(mixed, HEADS, 1, Rotary(), carried(mixed))
+        q, _, _ = SplitQkv.apply(mixed, HEADS, 1, Rotary(), False, carried(mixed))
         x = product(q.reshape(*q.shape[:2], K), self.anchor, self.parcel("proj"), residual=x)
         h, x = self.normed("fc1", x)
         activated = ActivationCast.apply(self.parcel("fc2"), h, None, "swiglu", carried(h))
