@@ -56,9 +56,9 @@ def test_a_run_listens_on_the_loopback_interface_alone(tmp_path):
         "    time.sleep(0.05)\n"
     )
     abroad = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # a user's settings for a cluster
-    run = TorchRun(("train.py",), 2, tmp_path / "log.txt", abroad, folder=tmp_path)
+    run = TorchRun(("train.py",), 1, tmp_path / "log.txt", abroad, folder=tmp_path)
     try:
-        wait_for(lambda: run.poll() is not None or len(list(tmp_path.glob("up*"))) == 2)
+        wait_for(lambda: run.poll() is not None or (tmp_path / "up0").exists())
         assert run.poll() is None, run.lines()
         launcher = psutil.Process(run._process.pid)
         family = [launcher, *launcher.children(recursive=True)]
@@ -70,7 +70,7 @@ def test_a_run_listens_on_the_loopback_interface_alone(tmp_path):
         assert run.poll() == 0
     finally:
         run.close()
-    assert len(found[launcher.pid]) == 1 and sum(map(len, found.values())) >= 3  # the store; gloo in each rank
+    assert len(found[launcher.pid]) == 1 and sum(map(len, found.values())) >= 2  # the store; gloo in the rank
     assert {address for addresses in found.values() for address in addresses} == {"0100007F"}  # 127.0.0.1, in hex
 
 
