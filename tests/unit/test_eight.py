@@ -148,14 +148,14 @@ def test_the_table_has_what_was_measured_beside_the_estimate(tmp_path):
     assert "O3-graph, TP 2 DP 2, MBS 4" in estimated  # the saved memory has room for it
 
 
-def test_experts_have_no_estimate_until_it_covers_them():
-    """A row without an estimate shows what was measured alone."""
+def test_experts_have_an_estimate():
+    """It is shown beside what was measured."""
     (row, *_) = (eight.settings(arm, 4) for arm in eight.PLAN if arm.layout == "qwen3-moe")
     e = eight.predicted(row, H100)
-    assert (e is None) == ("Nothing is measured" in eight.table([row], H100))
+    assert "Nothing is measured" not in eight.table([row], H100)
     measured = row | train_step.flat(figures(500.0)) | {"system": row["system"], "mbs": row["mbs"]}
     (line,) = cells(eight.table([measured], H100)).values()
-    assert line["ms"] == ("500.0" if e is None else f"500.0 ({e.ms:.1f}, {e.ms / 500 - 1:+.1%})")
+    assert line["ms"] == f"500.0 ({e.ms:.1f}, {e.ms / 500 - 1:+.1%})"
     assert line["tokens/s/GPU"].split()[0] == f"{16 * 4096 / 0.5 / 4:,.0f}"
 
 

@@ -9,8 +9,13 @@ input; i: bytes an element of a linear's input, 1 or 2). Divide each by the tens
 For GPT that is 32 h in BF16 (the 34 of Korthikanti et al., arXiv 2205.05198, without dropout's masks) and 27 h with FP8
 inputs. With --fp8-activations, norms' inputs and fc1's output take one byte and no linear's input is kept: 14 h. A
 frozen linear (--frozen-base) keeps no input, but the adapter beside it does, in BF16. Those of qkv, proj and fc1 are
-kept anyway, as a norm's input or attention's output. So fc2's is left: 28 h, at every level. The model assumes flash
-attention. The peak is in the loss (last stage) or in the backward pass of a layer, with as many
+kept anyway, as a norm's input or attention's output. So fc2's is left: 28 h, at every level.
+
+In a layer with experts the norm's output is kept in BF16 too, for the router, and its input with --fp8-activations.
+Each row that comes to an expert keeps i h + 2U + i F of that expert, and 40 bytes of indices and probabilities. Shared
+experts keep what an MLP does.
+
+The model assumes flash attention. The peak is in the loss (last stage) or in the backward pass of a layer, with as many
 micro-batches in flight as the schedule allows.
 
 A layer's backward pass has its peak in the MLP. With a level's context parallelism the peak may be in attention, when
@@ -19,59 +24,76 @@ What Transformer Engine's attention holds is not counted.
 """
 
 from ...errors import UserError
-from .workload import MODULES, Workload
+from .workload import MODULES, MOE, Workload
+
+_OF_A_ROW = 40  # bytes: where a routed row comes from, four times in int64, and its probability
 
 
-def layer(w: Workload) -> float:
-    """Bytes that a layer keeps of a micro-batch, with the workload's recomputation."""
+def layer(w: Workload, moe: bool = False) -> float:
+    """Bytes that a layer keeps of a micro-batch, with the workload's recomputation. moe: whether it has experts."""
     if w.recompute == "full" and w.recomputed_layers is None:
         return _checkpoint(w)
-    return _saved(w, w.modules if w.recompute == "selective" else ())
+    return _saved(w, w.modules if w.recompute == "selective" else (), moe)
 
 
-def _saved(w: Workload, modules: tuple[str, ...]) -> float:
+def _saved(w: Workload, modules: tuple[str, ...], moe: bool) -> float:
+    known = (*MODULES, MOE) if w.job.num_experts else MODULES
     for module in modules:
-        if module not in MODULES:
-            raise UserError(f"--recompute-modules {module}: not modelled; {', '.join(MODULES)} are")
+        if module not in known:
+            raise UserError(f"--recompute-modules {module}: not modelled; {', '.join(known)} are")
     tensor, split, frozen = w.tensor, w.split, w.job.frozen_base
     i = 0 if frozen else w.input_bytes
     hidden = w.job.hidden_size / split
     kept = w.fp8_activations  # then the linears' inputs are recomputed from the activations kept in FP8
-    saved = 2 * (1 if kept else 2) * hidden + 16 / split  # norms' inputs and statistics
+    saved = (2 * (1 if kept else 2) + moe * kept) * hidden + 16 / split  # norms' inputs and statistics
     saved += 2 * 2 * hidden * (kept and frozen)  # an adapter keeps them in BF16
     if "layernorm" not in modules:
-        saved += 2 * i * hidden * (not kept)
+        saved += (1 + (not moe)) * i * hidden * (not kept) + 2 * hidden * moe
     saved += 2 * (w.heads + 2 * w.groups) / tensor
     # Stock's projection, and an adapter beside one, keeps the output itself, recomputed or not.
     if "core_attn" not in modules or i != 1:
         saved += 2 * w.heads / tensor
     saved += 4 * w.job.num_attention_heads / tensor * ("core_attn" not in modules)
     saved += (i == 1 and not kept) * w.heads / tensor
-    if "mlp" not in modules:
-        saved += _of_mlp(w)
-    elif "layernorm" not in modules:
+    if (MOE if moe else "mlp") not in modules:
+        saved += _of_mlp(w, moe)
+    elif "layernorm" not in modules and not moe:
         saved += (2 - i) * hidden  # its input is the norm's output in BF16
     saved += 2 * hidden * w.dropout
     return w.tokens * saved
 
 
-def _of_mlp(w: Workload) -> float:
-    """Bytes a token of what the MLP itself keeps: fc1's output, fc2's input."""
-    fc1, ffn = (1 + 1 / 128, 0) if w.fp8_activations else (2, w.input_bytes)
-    return (fc1 * w.fc1 + (2 if w.job.frozen_base else ffn) * w.ffn) / w.tensor
+def _of_mlp(w: Workload, moe: bool) -> float:
+    """Bytes a token of what the MLP itself keeps: fc1's output, fc2's input; with experts, all that they keep."""
+    of_fc1, of_fc2 = (1 + 1 / 128, 0) if w.fp8_activations else (2, w.input_bytes)
+    fc1, ffn = w.mlp(moe)
+    saved = (of_fc1 * fc1 + (2 if w.job.frozen_base else of_fc2) * ffn) / w.tensor
+    if not moe:
+        return saved
+    if fc1 and w.input_bytes == 1 and not w.fp8_activations:
+        saved += w.job.hidden_size / w.split  # the shared experts' input; in BF16 it is the router's
+    return saved + _of_rows(w) / w.tokens
+
+
+def _of_rows(w: Workload) -> float:
+    """Bytes that a layer's routed experts keep."""
+    i = 1 if w.experts_fp8 else 2
+    (fc1, hidden), (_, ffn) = w.job.expert
+    return w.padded_rows * (i * hidden + 2 * fc1 + i * ffn) + w.rows * _OF_A_ROW
 
 
 def _checkpoint(w: Workload) -> float:
     return w.tokens * 2 * w.job.hidden_size / w.split
 
 
-def chunk(w: Workload) -> float:
-    """Bytes that a model chunk keeps of a micro-batch."""
-    layers = w.layers // w.virtual
+def chunk(w: Workload, stage: int) -> float:
+    """Bytes that a model chunk of a stage keeps of a micro-batch. With experts the stage's chunks count as alike."""
     if w.recompute == "full" and w.recomputed_layers is not None:  # --recompute-method block
-        again = min(w.recomputed_layers, layers)
-        return again * _checkpoint(w) + (layers - again) * _saved(w, ())
-    return layers * layer(w)
+        again = w.again("layer")
+        each = [(count, again * _checkpoint(w) + (1 - again) * _saved(w, (), moe)) for moe, count in w.kinds(stage)]
+    else:
+        each = [(count, layer(w, moe)) for moe, count in w.kinds(stage)]
+    return sum(count * size for count, size in each) / w.virtual
 
 
 def in_flight(w: Workload, stage: int) -> float:
@@ -84,9 +106,10 @@ def in_flight(w: Workload, stage: int) -> float:
 
 def peak(w: Workload, stage: int) -> dict[str, float]:
     """{kind: bytes} at the peak of a pipeline stage, on top of the bytes held between two steps."""
-    waiting = in_flight(w, stage) * chunk(w) * w.virtual
-    of_mlp, of_attention = _backward_of_a_layer(w), _backward_of_attention(w)
-    backward = max(of_mlp, of_attention)
+    waiting = in_flight(w, stage) * chunk(w, stage) * w.virtual
+    backward = max(
+        max(_backward_of_a_layer(w, moe), _backward_of_attention(w, moe)) for moe, _ in w.kinds(stage)
+    )
     found = {"activations": waiting, "a layer's backward pass": backward}
     if stage == w.pipeline - 1:
         logits = w.tokens * w.vocabulary / w.tensor * w.system.logits
@@ -111,38 +134,50 @@ def _kept_transposes(w: Workload, stage: int) -> dict[str, float]:
     """
     if not (w.keeps_transposes and w.fp8):
         return {}
-    of_all = sum(w.job.linears())
-    freed = 0 if w.micro_batches > in_flight(w, stage) else w.virtual * chunk(w)
+    of_all = sum(w.job.linears(stage)) + sum(w.job.experts(stage)) * w.experts_fp8
+    freed = 0 if w.micro_batches > in_flight(w, stage) else w.virtual * chunk(w, stage)
     return {"kept transposes": max(0, of_all - freed)}
 
 
-def _backward_of_a_layer(w: Workload) -> float:
+def _backward_of_a_layer(w: Workload, moe: bool) -> float:
     """Bytes made and freed in a layer's backward pass: gradients of hidden states, MLP and a weight; recomputation.
 
-    Beside a frozen base an adapter's gradient of fc2's input takes the place of a weight's.
+    Beside a frozen base an adapter's gradient of fc2's input takes the place of a weight's. Routed experts have the
+    gradients of their rows, in and out, and of what is between them.
     """
     hidden, frozen = w.job.hidden_size, w.job.frozen_base
-    moving = w.tokens * (4 * hidden / w.split + 2 * (w.ffn * (1 + frozen) + w.fc1) / w.tensor)
-    largest = 2 * max(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
-    return moving + largest * (not frozen) + _beside(w)
+    fc1, ffn = w.mlp(moe)
+    of_mlp = w.tokens * 2 * (ffn * (1 + frozen) + fc1) / w.tensor
+    of_mlp += 2 * max(rows * columns for rows, columns, _ in w.job.layer(moe)) / w.tensor * (not frozen)
+    if moe:
+        of_mlp = max(of_mlp, _backward_of_rows(w))
+    return w.tokens * 4 * hidden / w.split + of_mlp + _beside(w, moe)
 
 
-def _beside(w: Workload) -> float:
+def _backward_of_rows(w: Workload) -> float:
+    """Bytes made and freed in the routed experts' backward pass. Gradients stored in FP8 are made in BF16 first, and
+    together those of all experts at once."""
+    (fc1, hidden), (_, ffn) = w.job.expert
+    at_once = w.job.local_experts if w.together and (w.cells() or {}).get("grad_accum") == "fp8" else 1
+    return w.padded_rows * 2 * (2 * hidden + fc1 + ffn) + at_once * 2 * fc1 * hidden
+
+
+def _beside(w: Workload, moe: bool) -> float:
     """Bytes that a layer's whole backward pass has: what is recomputed, and a gathered gradient."""
     again = 0.0
     if w.recompute == "full":
-        again = _saved(w, ())
+        again = _saved(w, (), moe)
     elif w.recompute == "selective":
-        again = _saved(w, ()) - _saved(w, w.modules)
+        again = _saved(w, (), moe) - _saved(w, w.modules, moe)
     return again + 2 * w.tokens * w.job.hidden_size * (w.split > 1)
 
 
-def _backward_of_attention(w: Workload) -> float:
+def _backward_of_attention(w: Workload, moe: bool) -> float:
     """As `_backward_of_a_layer`, when context parallelism's attention runs; 0 without it."""
     if not w.keys or w.context == 1:
         return 0.0
     moving = w.tokens * (4 * w.job.hidden_size / w.split + 2 * w.heads / w.tensor)
-    return moving + context(w) + _beside(w) - w.tokens * _of_mlp(w)
+    return moving + context(w) + _beside(w, moe) - w.tokens * _of_mlp(w, moe)
 
 
 def context(w: Workload) -> float:

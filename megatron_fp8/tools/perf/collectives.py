@@ -11,6 +11,7 @@ port.
     tensor      with sequence parallelism, a layer and micro-batch: forward a gather and a reduce-scatter for each of
                 attention and MLP, backward the same and the gather of the linear's input once more
     pipeline    an activation forward and a gradient backward, a micro-batch and boundary
+    tokens      of layers with experts, to the ranks that have the experts and back (`_dispatch`)
     context     keys and values forward, and again backward with their gradients. A level sends 3/4 of the gradients,
                 and of keys and values if it fetches them (layers/context_exchange.py). The bare share is assumed
 
@@ -23,11 +24,12 @@ forward GEMMs that take 7 to 10 ms longer than Transformer Engine's, whose gathe
 that the collectives would take alone.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from .gemm_time import products
 from .hardware import Hardware
-from .workload import Workload
+from .workload import MOE, Workload
 
 _BARE_CONTEXT = 0.3
 _OF_HIDDEN = 0.5  # ms added to a step by each ms of a tensor-parallel collective that a GEMM hides
@@ -43,8 +45,8 @@ class Traffic(NamedTuple):
     bare: float
 
 
-def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict[str, Traffic]:
-    """{kind: Traffic} of data parallelism in a step. linears, others: numbers of parameters on the rank."""
+def step(w: Workload, hardware: Hardware, linears: float, others: float, experts: float = 0) -> dict[str, Traffic]:
+    """{kind: Traffic} of data parallelism in a step. linears, others, experts: numbers of parameters on the rank."""
     found = {}
     ranks, stride = w.job.data_parallel_size, w.tensor
     s = w.system
@@ -58,12 +60,26 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict
         bare = s.bare_weights if w.overlap_gather else 1.0
         found["weights: linears"] = _ring(w, hardware, ranks, stride, s.weight_wire * linears, bare)
         found["weights: all else"] = _ring(w, hardware, ranks, stride, 2 * others, bare)
+    alike = w.job.expert_data_parallel_size if experts else 1
+    if alike > 1:
+        owned, stride = w.experts_owned, w.job.expert_ranks
+        bare = s.bare_gradients if w.overlap_reduce and (owned or s.level is None) else 1.0
+        reduce, wire = (_all_to_all, s.gradient_wire) if owned else (_ring, 4)
+        found["gradients: experts"] = reduce(w, hardware, alike, stride, wire * experts, bare)
+        bare = s.bare_weights if w.overlap_gather else 1.0
+        wire = s.weight_wire if owned else 2
+        found["weights: experts"] = _ring(w, hardware, alike, stride, wire * experts, bare)
     return found
 
 
-def micro_batches(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
-    """{kind: Traffic} of the collectives inside the passes, for all micro-batches of a step."""
-    found = _tensor(w, hardware) if w.tensor > 1 else {}
+def micro_batches(w: Workload, hardware: Hardware, stage: int = 0) -> dict[str, Traffic]:
+    """{kind: Traffic} of the collectives inside a stage's passes, for all micro-batches of a step."""
+    found: dict[str, Traffic] = {}
+    for moe, layers in w.kinds(stage):
+        for of_kind in (_tensor(w, hardware, moe, layers), _dispatch(w, hardware, layers) if moe else {}):
+            for kind, traffic in of_kind.items():
+                before = found.get(kind, Traffic(0, 0, 0, 0))
+                found[kind] = Traffic(*(a + b for a, b in zip(before, traffic, strict=True)))
     if w.pipeline > 1:
         size = 2 * w.tokens * w.job.hidden_size / w.split
         times = 2 * w.micro_batches * w.virtual
@@ -79,20 +95,49 @@ def micro_batches(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
     return found
 
 
-def _tensor(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
-    times = w.micro_batches * w.layers
+def _dispatch(w: Workload, hardware: Hardware, layers: int) -> dict[str, Traffic]:
+    """{kind: Traffic} of routed tokens in BF16, for `layers` layers with experts. Nothing hides it.
+
+    all-to-all    rows to the ranks of their experts and back, forward and backward; then over the parts of an expert,
+                  if tensor parallelism cuts them, gathers and reduce-scatters
+    all-gather    all tokens to all ranks that share the experts, and sums of theirs back, forward and backward
+    """
+    job = w.job
+    passes = 4 + 2 * w.again(MOE)
+    token, times = 2.0 * job.hidden_size * w.tokens / w.split, passes * w.micro_batches * layers
+    ranks, parts = job.expert_ranks, job.expert_ranks // job.expert_model_parallel_size
+    if w.dispatcher == "allgather":
+        return {"tokens": _ring(w, hardware, ranks, 1, token * ranks, 1.0, times)} if ranks > 1 else {}
+    found = {}
+    if job.expert_model_parallel_size > 1:
+        flat = replace(w, two_levels=False)  # that is how gradients go
+        one = _all_to_all(flat, hardware, job.expert_model_parallel_size, parts, token * w.topk, 1.0)
+        found["tokens"] = Traffic(*(times * part for part in one))
+    if parts > 1:
+        found["tokens: parts"] = _ring(w, hardware, parts, 1, token * w.topk * parts, 1.0, times)
+    return found
+
+
+def _tensor(w: Workload, hardware: Hardware, moe: bool, layers: int) -> dict[str, Traffic]:
+    """{kind: Traffic} of tensor parallelism for attention and, if there is one, for an MLP of linears."""
+    if w.tensor == 1:
+        return {}
+    times = w.micro_batches * layers
     size = 2.0 * w.tokens * w.job.hidden_size
     bare = w.system.bare_tensor
-    forward = 2 + w.again("attention") + w.again("mlp")  # forward passes of attention and of the MLP
+    mlp = int(w.mlp(moe)[0] > 0)
+    blocks = 1 + mlp
+    forward = blocks + w.again("attention") + mlp * w.again(MOE if moe else "mlp")  # forward passes of them
     if not w.sequence_parallel:  # an all-reduce each, forward and backward, for attention and for the MLP
         y, dx = _summed(w)
-        return {"tensor: sums": _ring(w, hardware, w.tensor, 1, size * (forward * y + 2 * dx), 1.0, times)}
+        return {"tensor: sums": _ring(w, hardware, w.tensor, 1, size * (forward * y + blocks * dx), 1.0, times)}
     if w.system.ours:
-        return _beside_gemms(w, hardware)
-    gathers = (forward + 2) * w.system.gather_bytes / 2 + 2  # x, as the system sends it, both ways; dy in BF16
+        return _beside_gemms(w, hardware, moe, layers)
+    gathers = (forward + blocks) * w.system.gather_bytes / 2 + blocks  # x, as it is sent, both ways; dy in BF16
+    sums = forward + blocks
     return {
-        "tensor: gathers": _ring(w, hardware, w.tensor, 1, gathers * size, bare, times, forward + 4),
-        "tensor: reduce-scatters": _ring(w, hardware, w.tensor, 1, (forward + 2) * size, bare, times, forward + 2),
+        "tensor: gathers": _ring(w, hardware, w.tensor, 1, gathers * size, bare, times, forward + 2 * blocks),
+        "tensor: reduce-scatters": _ring(w, hardware, w.tensor, 1, sums * size, bare, times, sums),
     }
 
 
@@ -104,18 +149,19 @@ def _summed(w: Workload) -> tuple[float, float]:
     return y, dx
 
 
-def _beside_gemms(w: Workload, hardware: Hardware) -> dict[str, Traffic]:
+def _beside_gemms(w: Workload, hardware: Hardware, moe: bool, layers: int) -> dict[str, Traffic]:
     """Traffic of our tensor parallelism under sequence parallelism, and the part that its GEMMs do not hide.
 
         forward    x gathered: beside the own rows' GEMM, in BF16 beside nothing; y summed: beside the own rows' GEMM
         backward   x gathered: beside dgrad; dx summed: beside wgrad; dy gathered: like x in the forward pass
     """
-    times, how = w.micro_batches * w.layers, w.overrides or {}
+    times, how = w.micro_batches * layers, w.overrides or {}
     fp8 = w.fp8 and how.get("tp_gather", "fp8" if w.system.gather_bytes == 1 else "bf16") == "fp8"
     a_row, (of_y, of_dx) = 1.0 if fp8 else 2.0, _summed(w)
     gathers: list[tuple[float, float, float]] = []  # (bytes, ms of what runs beside, how often in a layer)
     sums: list[tuple[float, float, float]] = []
-    for product, part in zip(products(w, hardware), ("attention", "attention", "mlp", "mlp"), strict=True):
+    mlp = MOE if moe else "mlp"
+    for product, part in zip(products(w, hardware, moe), ("attention", "attention", mlp, mlp), strict=False):
         forward = 1 + w.again(part)
         x, y = w.tokens * product.k, w.tokens * product.n
         own, back = product.forward / w.tensor, product.dgrad / w.tensor

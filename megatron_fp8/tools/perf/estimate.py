@@ -3,16 +3,18 @@
     megatron-fp8 estimate --gpus 128 --hardware h100-80gb-sxm -- FLAGS          a table with a column for each system
     megatron-fp8 estimate --gpus 128 --systems bf16 O3 --tokens 40e9 --format json -- FLAGS
 
-FLAGS are Megatron's flags of a dense GPT and the level's, or a job's whole command with launcher and script. No model
-is built and no GPU is needed. Systems: bf16 (stock), te (Transformer Engine's FP8, delayed scaling, QKV split
-repaired), O1, O2, O3. Without --systems: bf16, te and the flags' level, or all if the flags name no level. Below the
-table stands the model's error on measured runs (perf/measured.csv). See docs/estimate.md.
+FLAGS are Megatron's flags of a GPT, dense or with experts, and the level's, or a job's whole command with launcher and
+script. No model is built and no GPU is needed. Systems: bf16 (stock), te (Transformer Engine's FP8, delayed scaling,
+QKV split repaired), O1, O2, O3. Without --systems: bf16, te and the flags' level, or all if the flags name no level.
+Below the table stands what is not known of experts, and the model's error on measured runs (perf/measured.csv). See
+docs/estimate.md.
 """
 
 import csv
 import json
 import math
 import sys
+import textwrap
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -64,6 +66,8 @@ def run(args: Namespace) -> int:
     else:
         show("\n".join(table(found, args.cap_gb, args.tokens)), args.format)
         weights, activations = job_flags.megatrons_memory(flags, found[0].workload)
+        for note in notes(found):
+            print(f"\n{note}")
         print(f"\nMegatron's own theory of stock BF16: {weights:.1f} GB of weights and optimizer, {activations:.1f} of "
               f"activations.\n{validation.line()}")  # fmt: skip
     return 0 if any(e.room(args.cap_gb) >= 0 for e in found) else 1
@@ -97,7 +101,8 @@ def record(e: Estimate, cap_gb: float | None, tokens: float | None) -> dict[str,
     found: dict[str, Any] = {
         "system": w.system.name, "hardware": e.hardware.name, "gpus": w.gpus, "tensor": w.tensor,
         "pipeline": w.pipeline, "virtual": w.virtual, "context": w.context, "data": w.data,
-        "micro_batch": w.micro_batch, "global_batch": w.global_batch, "sequence": w.sequence, "recompute": w.recompute,
+        **_of_experts(w), "micro_batch": w.micro_batch, "global_batch": w.global_batch, "sequence": w.sequence,
+        "recompute": w.recompute,
         "step_ms": e.ms, "gpu_ms": e.gpu_ms, "host_ms": e.host_ms, "samples_per_s": e.samples_a_second,
         "tokens_per_s_per_gpu": e.tokens_a_second, "tflops_per_gpu": e.tflops,
         "mfu_of_bf16_peak": e.mfu(e.hardware.peak_bf16_tflops), "mfu_of_fp8_peak": e.mfu(e.hardware.peak_fp8_tflops),
@@ -111,6 +116,27 @@ def record(e: Estimate, cap_gb: float | None, tokens: float | None) -> dict[str,
     for kind, traffic in e.traffic.items():
         found |= {f"{kind} {name}": value for name, value in traffic._asdict().items()}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def _of_experts(w: Workload) -> dict[str, Any]:
+    parts = w.job.expert_ranks // w.job.expert_model_parallel_size
+    return {"expert": w.job.expert_model_parallel_size, "expert_tensor": parts} if w.job.num_experts else {}
+
+
+def notes(found: Sequence[Estimate]) -> list[str]:
+    """A line for each thing that is not known about the experts in these estimates."""
+    if not any(e.workload.job.num_experts for e in found):
+        return []
+    lines = [
+        "Experts: each counts as getting as many tokens as the others. The cost of imbalance is not in it. Their "
+        "products were measured alone, and two models of four layers on one H200. The host's time grows with a rank's "
+        "experts as it did there. Nothing was measured on several GPUs: the tokens sent between them are arithmetic.",
+    ]
+    if any(e.workload.together and not e.workload.experts_fp8 for e in found):
+        lines.append("Stock BF16 with experts together: the products are torch's, the host's time is that of TE FP8.")
+    if any(e.workload.experts_fp8 and not e.workload.together for e in found):
+        lines.append("Experts one by one in FP8: the host's time is that of BF16.")
+    return [textwrap.fill(line, width=100) for line in lines]
 
 
 def write_csv(rows: Sequence[dict[str, Any]]) -> None:
@@ -128,6 +154,7 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
         f"{on.name}, {w.gpus} GPUs: TP {w.tensor}, PP {w.pipeline}"
         + (f" x {w.virtual} chunks" if w.virtual > 1 else "")
         + (f", CP {w.context}" if w.context > 1 else "")
+        + (f", EP {w.job.expert_model_parallel_size}" if w.job.num_experts else "")
         + f", DP {w.data}; micro-batch {w.micro_batch}, global batch {w.global_batch}, sequence {w.sequence}"
     )
     lines = [head, "", "| | " + " | ".join(e.workload.system.title for e in found) + " |"]

@@ -142,37 +142,57 @@ class Job:
         """The ranks of a stage that have the same experts."""
         return self.data_parallel_size * self.tensor_model_parallel_size // self.expert_ranks
 
-    def _of_stage(self, stage: int) -> list[bool]:
+    def of_stage(self, stage: int) -> list[bool]:
         """`moe` of a stage's layers."""
         count = self.num_layers // self.pipeline_model_parallel_size
         return self.moe[stage * count : (stage + 1) * count]
 
-    def _mlp(self, width: int) -> list[tuple[int, int, bool]]:
+    def mlp(self, width: int) -> list[tuple[int, int, bool]]:
         """linear_sizes of an MLP of that width."""
         gated = self.swiglu or self.quick_geglu
         return [(width * (1 + gated), self.hidden_size, True), (self.hidden_size, width, False)]
+
+    def layer(self, moe: bool) -> list[tuple[int, int, bool]]:
+        """linear_sizes of a layer; with experts, those of attention and of shared experts, if there are any."""
+        if not moe:
+            return self.linear_sizes
+        width = self.moe_shared_expert_intermediate_size
+        return [*self.linear_sizes[:2], *(self.mlp(width) if width else [])]
 
     def linears(self, stage: int = 0) -> list[int]:
         """Elements of each linear's weight of a stage on a tensor-parallel rank, in the order of the backward pass.
 
         Shared experts are linears, routed ones are not. Only with experts stages may differ.
         """
-        attention, dense = self.linear_sizes[:2], self.linear_sizes[2:]
-        shared = self._mlp(width) if (width := self.moe_shared_expert_intermediate_size) else []
         sizes = []
-        for moe in reversed(self._of_stage(stage)):
-            layer = [*attention, *(shared if moe else dense)]
-            sizes += [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in reversed(layer)]
+        for moe in reversed(self.of_stage(stage)):
+            layer = reversed(self.layer(moe))
+            sizes += [rows * columns // self.tensor_model_parallel_size for rows, columns, _ in layer]
         return sizes
+
+    @property
+    def local_experts(self) -> int:
+        """Routed experts of a layer on a rank."""
+        return (self.num_experts or 0) // self.expert_model_parallel_size
+
+    @property
+    def expert_width(self) -> int:
+        """Width of a whole routed expert."""
+        return self.moe_ffn_hidden_size or self.linear_sizes[3][1]
+
+    @property
+    def expert(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(Rows, columns) of fc1 and of fc2 of a routed expert on a rank: expert tensor parallelism cuts the width."""
+        parts = self.expert_ranks // self.expert_model_parallel_size
+        (fc1, hidden, _), (_, width, _) = self.mlp(self.expert_width)
+        return (fc1 // parts, hidden), (hidden, width // parts)
 
     def experts(self, stage: int = 0) -> list[int]:
         """Elements of each routed expert's weights of a stage on one rank, in the order of the backward pass."""
         if self.num_experts is None:
             return []
-        parts = self.expert_ranks // self.expert_model_parallel_size
-        width = self.moe_ffn_hidden_size or self.linear_sizes[3][1]
-        expert = [rows * columns // parts for rows, columns, _ in reversed(self._mlp(width))]
-        return expert * (self.num_experts // self.expert_model_parallel_size) * sum(self._of_stage(stage))
+        expert = [rows * columns for rows, columns in reversed(self.expert)]
+        return expert * self.local_experts * sum(self.of_stage(stage))
 
     def others(self, stage: int) -> list[int]:
         """Elements of each other parameter of pipeline stage `stage` on a tensor-parallel rank."""
@@ -187,7 +207,7 @@ class Job:
         if first and self.position_embedding_type == "learned_absolute":
             assert self.max_position_embeddings is not None  # checked in __post_init__
             sizes.append(self.max_position_embeddings * hidden)
-        for moe in self._of_stage(stage):
+        for moe in self.of_stage(stage):
             sizes += [*norm, *norm, *bias, *([(self.num_experts or 0) * hidden] if moe else [])]  # the router's weight
         if last:
             sizes += norm

@@ -37,6 +37,13 @@ _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "attention_backend": ("auto", "flash", "fused"), "softmax_type": ("vanilla",), "fp8_recipe": ("delayed",),
     "fp8_grad_reduce": ("block",), "fp8_grad_reduce_hierarchy": ("off", "node"),
 }  # fmt: skip
+# The same, of experts.
+_EXPERTS_NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
+    "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap", "moe_extended_tp",
+    "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad",
+), ()) | {
+    "moe_token_dispatcher_type": ("allgather", "alltoall"), "cuda_graph_impl": ("none",), "fp8_step_graph": ("off",),
+}  # fmt: skip
 # Not counted either, with the word that a rehearsal's page uses for it.
 _UNCOUNTED = {"moe_latent_size": "latent experts", "multi_latent_attention": "multi-latent attention"} | dict.fromkeys(
     ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
@@ -155,6 +162,10 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         graphed=graphs.asked(args) and not graphs.inside(args) if system.level else graphs.stock_asked(args),
         two_levels=getattr(args, "fp8_grad_reduce_hierarchy", None) == "node",
         overrides=overrides if system.level else None,
+        topk=args.moe_router_topk,
+        grouped=bool(args.moe_grouped_gemm),
+        permute_fused=bool(args.moe_permute_fusion),
+        dispatcher=args.moe_token_dispatcher_type,
     )
 
 
@@ -216,7 +227,7 @@ def uncounted(args: Namespace) -> list[str]:
 def check_counted(args: Namespace) -> None:
     """Raise UserError if a job has a part that is not counted."""
     for _, shown in _other(args, dict.fromkeys(_UNCOUNTED, ())):
-        raise UserError(f"{shown}: not modelled; give a dense GPT with even stages")
+        raise UserError(f"{shown}: not modelled; give a GPT with even stages and plain attention")
     _check_modelled(args, _NOT_COUNTED)
 
 
@@ -240,11 +251,12 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
 
     job = w.job
     args = Namespace(**{
-        **vars(flags.args), "kv_channels": w.channels, "ffn_hidden_size": w.ffn, "padded_vocab_size": w.vocabulary,
+        **vars(flags.args), "kv_channels": w.channels, "ffn_hidden_size": w.mlp()[1], "padded_vocab_size": w.vocabulary,
         "data_parallel_size": w.data, "world_size": w.gpus, "micro_batch_size": w.micro_batch,
         "num_query_groups": job.num_query_groups or job.num_attention_heads, "sequence_parallel": w.sequence_parallel,
         "virtual_pipeline_model_parallel_size": w.virtual if w.virtual > 1 else None,
-        "expert_tensor_parallel_size": w.tensor,
+        "expert_tensor_parallel_size": job.expert_tensor_parallel_size or w.tensor,
+        "moe_ffn_hidden_size": job.expert_width, "moe_layer_freq": [int(moe) for moe in job.moe],
     })  # fmt: skip
     selective = w.sequence_parallel and w.recompute == "selective"
     of_activations = theory.compute_activation_memory if selective else theory.compute_activation_memory_without_sp
@@ -261,10 +273,7 @@ def check_optimizer(args: Namespace, data: int) -> None:
 
 def _refuse(args: Namespace) -> None:
     check_counted(args)
-    if args.num_experts:
-        counts = "megatron-fp8 memory counts their bytes"
-        raise UserError(f"--num-experts {args.num_experts}: the time of experts is not modelled; {counts}")
-    _check_modelled(args, _NOT_MODELLED)
+    _check_modelled(args, _NOT_MODELLED | (_EXPERTS_NOT_MODELLED if args.num_experts else {}))
     if not args.bf16:
         raise UserError("--bf16: missing, and FP32 is not modelled; add it")
     if not args.fp8_wgrad:

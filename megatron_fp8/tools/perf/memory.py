@@ -49,8 +49,8 @@ if TYPE_CHECKING:  # imported late at run time: --help and mistakes must not wai
     from ...engine.partition import Placement
 
 REFERENCE = "reference"
-_SCRATCH = "transpose scratch"
-KINDS = ("weight", "weight fp8 copy", _SCRATCH, "grad", *STATES, REFERENCE)
+SCRATCH = "transpose scratch"
+KINDS = ("weight", "weight fp8 copy", SCRATCH, "grad", *STATES, REFERENCE)
 _CELLS = [c for c in CELLS if c.name in ("gemm", "grad_accum", *STATES, "weight", "partition")]
 _GB = 1e9
 # --fp8-grad-accum auto without a micro-batch size: the storage is not known, and FP8 is counted.
@@ -84,7 +84,7 @@ def engine_bytes(buckets: "list[Placement]", cells: Mapping[str, str], sharded: 
     held = {
         "weight": whole * BYTES["e4m3" if stored == "fp8" else stored],
         "weight fp8 copy": sum(sizes) * BYTES["e4m3"] * (in_fp8 and stored != "fp8"),
-        _SCRATCH: max(sizes) * BYTES["e4m3"] * in_fp8,
+        SCRATCH: max(sizes) * BYTES["e4m3"] * in_fp8,
         "grad": whole * BYTES["fp8" if storage == "auto" else storage],
         **{state: of_states * BYTES[cells[state]] for state in STATES},
     }
@@ -138,7 +138,7 @@ def untrained_bytes(job: Job, stage: int, cells: Mapping[str, str] | None) -> tu
     linears = {
         "weight": sum(sizes) * stored,
         "weight fp8 copy": sum(sizes) * BYTES["e4m3"] * (in_fp8 and stored != BYTES["e4m3"]),
-        _SCRATCH: max(sizes) * BYTES["e4m3"] * in_fp8,
+        SCRATCH: max(sizes) * BYTES["e4m3"] * in_fp8,
     }
     return {kind: int(size) for kind, size in linears.items()}, {"weight": int(all_else * BYTES["bf16"])}
 
@@ -195,7 +195,7 @@ def ranks_bytes(
                 routed = stock_bytes(of_experts, rank * alike // data if sharded else 0)
             elif experts and owned_experts is not None:
                 routed = engine_bytes(of_experts, owned_experts, sharded)  # linears and experts share the scratch
-                routed[_SCRATCH] = max(0, routed[_SCRATCH] - ours[_SCRATCH])
+                routed[SCRATCH] = max(0, routed[SCRATCH] - ours[SCRATCH])
             yield Rank(ours | {REFERENCE: beside[0]}, all_else | {REFERENCE: beside[1]}, int(used * states), routed)
 
 

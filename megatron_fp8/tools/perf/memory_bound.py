@@ -1,19 +1,29 @@
 """Milliseconds of memory-bound kernels: systems.py gives bytes an element; here the elements are counted."""
 
 from .hardware import Hardware
-from .systems import FP8_HEAD, RESIDUAL_IN_GEMM, STOCK_STATE, UNREPAIRED_SPLIT
+from .systems import (
+    FP8_HEAD,
+    PERMUTE,
+    PERMUTE_FUSED,
+    REJOIN,
+    RESIDUAL_IN_GEMM,
+    ROUTED_ACTIVATION,
+    STOCK_STATE,
+    UNREPAIRED_SPLIT,
+)
 from .workload import Workload
 
 
-def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
-    """{kind: ms} of a layer's forward and backward pass, for a micro-batch on one rank."""
+def layer(w: Workload, hardware: Hardware, moe: bool = False) -> dict[str, float]:
+    """{kind: ms} of a layer's forward and backward pass, for a micro-batch on one rank. moe: if it has experts."""
     system, job, tensor, trained = w.system, w.job, w.tensor, not w.job.frozen_base
     hidden = job.hidden_size / w.split
-    heads, qkv, fc1, ffn = (size / tensor for size in (w.heads, w.heads + 2 * w.groups, w.fc1, w.ffn))
+    heads, qkv, fc1, ffn = (size / tensor for size in (w.heads, w.heads + 2 * w.groups, *w.mlp(moe)))
+    blocks = 1 + bool(fc1)  # attention, and an MLP of linears
     if system.level and system.transpose:  # here norms, activations and the join of QKV's gradients cast their outputs
-        cast = heads + 2 * hidden
+        cast = heads + blocks * hidden
     else:
-        cast = (2 * hidden + heads + ffn) + (qkv + fc1 + 2 * hidden)
+        cast = (blocks * hidden + heads + ffn) + (qkv + fc1 + blocks * hidden)
     split = system.qkv
     if system.level is None and not w.repaired:
         split = UNREPAIRED_SPLIT
@@ -27,10 +37,33 @@ def layer(w: Workload, hardware: Hardware) -> dict[str, float]:
         "rotary, QKV": split * qkv + system.rope * (w.heads + w.groups) / tensor * rope,
         "residual adds": residual * 2 * hidden,
     }
-    weights = sum(rows * columns for rows, columns, _ in job.linear_sizes) / tensor
+    weights = sum(rows * columns for rows, columns, _ in job.layer(moe)) / tensor
     of_weights = {"cast": _of_a_weight(w) * weights, "gradient adds": system.add * weights * trained}
-    kinds = moved | of_weights  # in this order
-    return {kind: hardware.pass_ms(w.tokens * moved.get(kind, 0) + of_weights.get(kind, 0)) for kind in kinds}
+    routed = _routed(w) if moe else {}
+    kinds = moved | of_weights | routed  # in this order
+    return {
+        kind: hardware.pass_ms(w.tokens * moved.get(kind, 0) + of_weights.get(kind, 0) + routed.get(kind, 0))
+        for kind in kinds
+    }
+
+
+def _routed(w: Workload) -> dict[str, float]:
+    """{kind: bytes} of a layer's routed experts and their router. The router's product is not counted."""
+    job, h = w.job, w.job.hidden_size
+    (fc1, _), (_, ffn) = job.expert
+    weights = job.local_experts * (fc1 * h + h * ffn)
+    rows, ours = w.padded_rows, w.system.level is not None
+    cast = w.system.cast * rows * (2 * h + fc1 + ffn) * w.experts_fp8
+    permute = (PERMUTE_FUSED if w.permute_fused else PERMUTE) + REJOIN * (ours or not w.together)
+    if job.expert_model_parallel_size > 1 and job.local_experts > 1 and w.dispatcher == "alltoall":
+        permute += 16  # from the order of ranks to that of experts and back, forward and backward
+    in_fp8 = (w.cells() or {}).get("grad_accum") == "fp8"
+    return {
+        "cast": cast + _of_a_weight(w) * weights * (w.experts_owned or not ours),
+        "gradient adds": 3 * weights * (w.together and w.experts_owned and in_fp8),  # BF16 to blocks of FP8
+        "activation": ROUTED_ACTIVATION * rows * (0.6 * fc1 + 0.4 * ffn),
+        "permutation": permute * w.rows * h,
+    }
 
 
 def _of_a_weight(w: Workload) -> float:
@@ -58,12 +91,14 @@ def table(w: Workload, hardware: Hardware) -> float:
     return hardware.pass_ms(w.system.table * w.vocabulary * w.job.hidden_size / w.tensor)
 
 
-def step(w: Workload, hardware: Hardware, linears: float, others: float) -> dict[str, float]:
-    """{kind: ms} of a step's optimizer and copies. linears, others: numbers of parameters on the rank."""
+def step(w: Workload, hardware: Hardware, linears: float, others: float, experts: float = 0) -> dict[str, float]:
+    """{kind: ms} of a step's optimizer and copies. linears, others, experts: numbers of parameters on the rank."""
     if w.job.frozen_base:
         return {}
     of_owners = (w.system.state * linears + STOCK_STATE * others) / w.job.data_parallel_size
+    state = w.system.state if w.experts_owned else STOCK_STATE
+    of_owners += state * experts / (w.job.expert_data_parallel_size if experts else 1)
     return {
         "optimizer": hardware.pass_ms(of_owners),
-        "copies": hardware.pass_ms(w.system.other * (linears + others)),
+        "copies": hardware.pass_ms(w.system.other * (linears + others + experts)),
     }

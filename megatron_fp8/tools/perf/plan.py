@@ -3,10 +3,11 @@
     megatron-fp8 plan --gpus 128 --hardware h100-80gb-sxm -- FLAGS --fp8-level O3
 
 Searched: tensor parallelism inside a node (with sequence parallelism), pipeline stages and virtual chunks, data
-parallelism with the remaining GPUs, every micro-batch, and no, selective or full recomputation. FLAGS give the model,
-the global batch, context parallelism and the level; their own layout, if it is among the results, is marked. For each
-layout the fastest micro-batch and recomputation that fit are shown. Beyond the runs of perf/measured.csv the ranking is
-arithmetic, not measurement.
+parallelism with the remaining GPUs, every size of expert parallelism that divides the experts, every micro-batch, and
+no, selective or full recomputation. FLAGS give the model, the global batch, context parallelism, expert tensor
+parallelism (without it, that of tensor parallelism) and the level; their own layout, if it is among the results, is
+marked. For each layout the fastest micro-batch and recomputation that fit are shown. Beyond the runs of
+perf/measured.csv the ranking is arithmetic, not measurement.
 """
 
 import json
@@ -19,12 +20,13 @@ from typing import Any
 
 from ...errors import UserError
 from . import hardware, job_flags, validation
-from .estimate import add_model_arguments, divisors, record, write_csv
+from .estimate import add_model_arguments, divisors, notes, record, write_csv
 from .hardware import Hardware
 from .job_flags import Flags
 from .output import show
 from .step import Estimate, estimate
 from .systems import chosen
+from .workload import Workload
 
 _MOST_CHUNKS = 8
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
@@ -35,9 +37,11 @@ class Layout:
     tensor: int
     pipeline: int
     virtual: int
+    expert: int | None = None  # of a model with experts
 
     def __str__(self) -> str:
-        return f"TP {self.tensor}, PP {self.pipeline}" + (f" x {self.virtual}" if self.virtual > 1 else "")
+        virtual = f" x {self.virtual}" if self.virtual > 1 else ""
+        return f"TP {self.tensor}, PP {self.pipeline}{virtual}" + (f", EP {self.expert}" if self.expert else "")
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,11 @@ def run(args: Namespace) -> int:
             print(f"megatron-fp8 plan: none of {len(lost)} layouts fits; {why_not}", file=sys.stderr)
     else:
         own = flags.args
-        mine = Layout(own.tensor_model_parallel_size, own.pipeline_model_parallel_size, job_flags.virtual(own))
+        mine = Layout(own.tensor_model_parallel_size, own.pipeline_model_parallel_size, job_flags.virtual(own),
+                      own.expert_model_parallel_size if own.num_experts else None)  # fmt: skip
         show("\n".join(_table(ranked, lost, args, on, mine, top)), args.format)
+        for note in notes([c.best for c in ranked[:1] if c.best]):
+            print(note)
         print(f"\n{validation.line()}")
     return 0 if ranked else 1
 
@@ -99,7 +106,7 @@ def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | N
     # Report a mistake that no layout can mend once, here, with the whole model on one replica's GPUs.
     chosen(system, "--system")
     job_flags.check_optimizer(flags.args, gpus)
-    _workload(flags, context, system, Layout(1, 1, 1), 1, None)
+    _workload(flags, context, system, Layout(1, 1, 1), 1, None, expert_tensor_parallel_size=None)
     layouts = list(_layouts(flags.args, gpus, context, on.gpus_per_node))
     return [_best(flags, gpus, system, on, cap_gb, layout) for layout in layouts]
 
@@ -110,7 +117,11 @@ def _layouts(args: Namespace, gpus: int, context: int, gpus_per_node: int) -> It
             if gpus % (tensor * pipeline * context):
                 continue
             chunks = divisors(args.num_layers // pipeline) if pipeline > 1 else [1]
-            yield from (Layout(tensor, pipeline, virtual) for virtual in chunks if virtual <= _MOST_CHUNKS)
+            ranks, parts = gpus // pipeline, args.expert_tensor_parallel_size or tensor
+            for expert in divisors(args.num_experts) if args.num_experts else [None]:
+                if expert is None or ranks % (expert * parts) == 0:
+                    yield from (Layout(tensor, pipeline, virtual, expert) for virtual in chunks
+                                if virtual <= _MOST_CHUNKS)  # fmt: skip
 
 
 def _best(
@@ -137,11 +148,15 @@ def _best(
     return Candidate(layout, best, "" if best else f"not divisible: {mistake}")
 
 
-def _workload(flags: Flags, gpus: int, system: str, layout: Layout, size: int, recompute: str | None):
+def _workload(
+    flags: Flags, gpus: int, system: str, layout: Layout, size: int, recompute: str | None, **more: Any
+) -> Workload:
     return job_flags.workload(
         flags,
         gpus,
         system,
+        expert_model_parallel_size=layout.expert or 1,
+        **more,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         num_layers_per_virtual_pipeline_stage=None,

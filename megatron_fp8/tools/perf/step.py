@@ -16,8 +16,9 @@ from . import activations, collectives, flops, gemm_time, memory_bound
 from .collectives import Traffic
 from .hardware import Hardware
 from .job import STATES, Job
-from .memory import Rank, ranks_bytes
-from .workload import Workload
+from .memory import SCRATCH, Rank, ranks_bytes
+from .systems import HOST_EXPERT
+from .workload import MOE, Workload
 
 _WORKSPACE = 90e6  # cuBLAS's workspace and small buffers, in every system; 85 to 120 MB were measured
 _GRAPH_POOL = 70e6  # memory that a CUDA graph adds, in every system measured: 66 MiB or little more
@@ -93,37 +94,39 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     m, times = w.micro_batches, [sum(parts.values()) for parts in passing]
     slowest = max(range(w.pipeline), key=times.__getitem__)
     parts = {kind: m * ms for kind, ms in passing[slowest].items()}
-    in_passes = collectives.micro_batches(w, hardware)
+    in_passes = collectives.micro_batches(w, hardware, slowest)
     gaps = w.layers * hardware.layer_gap_ms * (_GRAPH_GAPS if w.graphed else 1)
     waits = sum(of_kind.bare for of_kind in in_passes.values()) / m + gaps  # of each stage, for a micro-batch
     parts["pipeline bubble"] = (sum(times) - times[slowest] + (w.pipeline - 1) * waits) / w.virtual
-    linears, others = sum(w.job.linears()), sum(w.job.others(slowest))
-    parts |= memory_bound.step(w, hardware, linears, others)
-    traffic = collectives.step(w, hardware, linears, others) | in_passes
+    counts = sum(w.job.linears(slowest)), sum(w.job.others(slowest)), sum(w.job.experts(slowest))
+    parts |= memory_bound.step(w, hardware, *counts)
+    traffic = collectives.step(w, hardware, *counts) | in_passes
     for kind, of_kind in traffic.items():
         parts[f"bare: {kind.partition(':')[0]}"] = parts.get(f"bare: {kind.partition(':')[0]}", 0.0) + of_kind.bare
     parts["gaps"] = hardware.border_ms + m * gaps
     calls = m * w.layers
     parts = {kind: ms for kind, ms in parts.items() if ms}
     layer = hardware.host_layer_ms * (w.system.tensor_host if w.job.tensor_model_parallel_size > 1 else 1)
-    host = 0 if w.graphed else hardware.host_ms + w.system.host + layer * calls
+    of_experts = m * sum(w.job.of_stage(slowest)) * w.job.local_experts * _host_of_expert(w) * hardware.host_layer_ms
+    host = 0 if w.graphed else hardware.host_ms + w.system.host + layer * calls + of_experts
     return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
+
+
+def _host_of_expert(w: Workload) -> float:
+    """The host's time for a routed expert, in parts of a layer's."""
+    if not w.together:
+        return HOST_EXPERT["one by one"]
+    return HOST_EXPERT["ours" if w.system.level else "te"]
 
 
 def _stage(w: Workload, hardware: Hardware, stage: int) -> dict[str, float]:
     """{kind: ms} of a stage's forward and backward pass for a micro-batch."""
-    parts = {}
-    (linear, backward), attention = gemm_time.linears(w, hardware), gemm_time.attention(w, hardware)
-    layers = w.layers
-    parts["linears"] = layers * (linear + backward)
-    parts["attention"] = layers * sum(attention)
-    layer_passes = memory_bound.layer(w, hardware)
-    for kind, ms in layer_passes.items():
-        parts[kind] = layers * ms
-    parts["recomputation"] = _recomputed(w, linear, attention[0], sum(layer_passes.values()))
-    if w.job.dpo_reference:  # a forward pass; a third of the memory-bound passes' time is the forward pass's
-        head = gemm_time.head(w, hardware)[0] if stage == w.pipeline - 1 else 0.0
-        parts["reference's pass"] = layers * (linear + attention[0] + sum(layer_passes.values()) / 3) + head
+    parts: dict[str, float] = {}
+    for moe, layers in w.kinds(stage):
+        for kind, ms in _layer(w, hardware, moe, stage).items():
+            parts[kind] = parts.get(kind, 0.0) + layers * ms
+    if w.job.dpo_reference and stage == w.pipeline - 1:
+        parts["reference's pass"] += gemm_time.head(w, hardware)[0]
     tables = 0
     if stage == 0:
         tables += 1
@@ -136,13 +139,23 @@ def _stage(w: Workload, hardware: Hardware, stage: int) -> dict[str, float]:
     return parts
 
 
-def _recomputed(w: Workload, linear: float, attention: float, of_passes: float) -> float:
-    """Ms of a stage's recomputation. A third of the memory-bound passes' time is the forward pass's."""
+def _layer(w: Workload, hardware: Hardware, moe: bool, stage: int) -> dict[str, float]:
+    """{kind: ms} of a layer's forward and backward pass for a micro-batch. moe: whether it has experts."""
+    linear, attention = gemm_time.linears(w, hardware, moe), gemm_time.attention(w, hardware)
+    experts = gemm_time.experts(w, hardware) if moe else (0.0, 0.0)
+    passes = memory_bound.layer(w, hardware, moe)
+    parts = {"linears": sum(linear), "attention": sum(attention), "experts": sum(experts), **passes}
+    # A third of the memory-bound passes' time is the forward pass's.
+    forward = linear[0] + attention[0] + experts[0] + sum(passes.values()) / 3
     if w.recompute == "full":
-        return w.layers * w.again("layer") * (linear + attention + of_passes / 3)
-    sizes = [rows * columns for rows, columns, _ in w.job.linear_sizes]
-    mlp = linear * sum(sizes[2:]) / sum(sizes)
-    return w.layers * (attention * w.again("core_attn") + mlp * w.again("mlp"))
+        parts["recomputation"] = w.again("layer") * forward
+    else:
+        sizes = [rows * columns for rows, columns, _ in w.job.layer(moe)]
+        mlp = linear[0] * sum(sizes[2:]) / sum(sizes) + experts[0]
+        parts["recomputation"] = attention[0] * w.again("core_attn") + mlp * w.again(MOE if moe else "mlp")
+    if w.job.dpo_reference:
+        parts["reference's pass"] = forward
+    return parts
 
 
 def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
@@ -175,17 +188,22 @@ def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
     cells = w.cells()
     for stage, rank in enumerate(_first_ranks(w.job, None if cells is None else tuple(cells.items()))):
         kinds: dict[str, float] = {}
-        for part in (rank.linears, rank.others):
+        for part in (rank.linears, rank.others, rank.experts):
             for kind, size in part.items():
                 name = "optimizer states" if kind in STATES else kind
                 kinds[name] = kinds.get(name, 0.0) + size
-        kinds["weight"] += system.weight_copies * sum(w.job.linears())
+        kinds["weight"] += system.weight_copies * (sum(w.job.linears(stage)) + sum(w.job.experts(stage)))
+        if w.together and w.experts_owned:  # W^T of all experts at once takes more than a linear's
+            (fc1, hidden), _ = w.job.expert
+            kinds[SCRATCH] = max(kinds[SCRATCH], w.job.local_experts * fc1 * hidden)
         if _keeps_what_came(w):
             kinds["grad"] += rank.linears["grad"]
         if w.keeps_transposes:
-            kinds.pop("transpose scratch", None)  # activations.py counts the kept transposes
+            kinds.pop(SCRATCH, None)  # activations.py counts the kept transposes
         kinds["buffers"] = _WORKSPACE + _GRAPH_POOL * w.graphed
         if system.keeps_wgrads and not w.job.frozen_base:
-            kinds["buffers"] += 2 * sum(rows * columns for rows, columns, _ in w.job.linear_sizes) / w.tensor
+            shapes = {(rows, columns) for moe, _ in w.kinds(stage) for rows, columns, _ in w.job.layer(moe)}
+            kinds["buffers"] += 2 * sum(rows * columns for rows, columns in shapes) / w.tensor
+            kinds["buffers"] += 2 * sum(rows * columns for rows, columns in w.job.expert) * any(w.job.of_stage(stage))
             kinds["buffers"] += 2 * table * (stage == w.pipeline - 1)
         yield kinds, activations.peak(w, stage)

@@ -18,10 +18,22 @@ purely arithmetic bytes.
     other       a parameter of the rank, a step: zeroed gradients, copies
     add         an element of a weight, every micro-batch: its gradient, if a separate pass accumulates it
 
+Routed experts have stock's activation function and permutation in all systems. Bytes are of train_step_experts.csv,
+two shapes on one H200 (profile_ms, above what the dense parts take):
+
+    ROUTED_ACTIVATION  as `activation`, for a routed row: probabilities are multiplied in
+    PERMUTE            an element of the routed rows: router, sort, tokens to rows and rows to tokens, both passes, by
+                       torch's functions; fused (--moe-permute-fusion) by Transformer Engine's kernels
+    REJOIN             by arithmetic: rows that are split by expert and joined, or padded and cut again
+
 `host` is not a pass: it is the host's milliseconds in a step above ours (GPT-125M, 185.3 against 135.6 in one call).
 `tensor_host` is the factor by which tensor parallelism lengthens the host's time for a layer: 10.4 against 6.3 ms in
 BF16, 12.5 against 7.9 with Transformer Engine, 13.3 against 6.2 at O3 (docs/performance.md, where a step waits for its
 host).
+
+HOST_EXPERT has the host's time for a routed expert of a layer and micro-batch, in parts of a layer's. Four layers of
+Qwen3-30B-A3B, 128 experts a layer, two micro-batches: O3 with experts together 256 and 281 ms, Transformer Engine's
+grouped ones 494 and 645 (train_step_experts.csv), one by one in BF16 1,693 on another, slower host.
 """
 
 from collections.abc import Mapping
@@ -31,6 +43,9 @@ from ...errors import UserError
 from ...flags.level import CELLS
 from .job import BYTES, STATES
 
+ROUTED_ACTIVATION = 27.0
+PERMUTE, PERMUTE_FUSED, REJOIN = 130.0, 55.0, 8.0
+HOST_EXPERT = {"one by one": 0.25, "te": 0.1, "ours": 0.045}
 STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer; embeddings and norms have it at our levels too
 
 

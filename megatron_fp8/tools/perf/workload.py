@@ -12,6 +12,8 @@ from .systems import System
 
 Recompute = Literal["none", "selective", "full"]
 MODULES = ("core_attn", "layernorm", "mlp")  # the --recompute-modules whose memory and time are modelled
+MOE = "moe"  # and this one, of layers with experts
+_TILE = 128  # rows: experts that are multiplied together have theirs padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Workload:
     graphed: whether a step is one CUDA graph.
     two_levels: whether a level's gradients are reduced inside a node first.
     overrides: {cell: value} of flags that change the level's table.
+    topk: routed experts a token.
+    grouped: --moe-grouped-gemm.  permute_fused: --moe-permute-fusion.
+    dispatcher: --moe-token-dispatcher-type.
     """
 
     job: Job
@@ -51,6 +56,10 @@ class Workload:
     two_levels: bool = False
     repaired: bool = True  # Transformer Engine's QKV split
     overrides: Mapping[str, str] | None = None
+    topk: int = 1
+    grouped: bool = False
+    permute_fused: bool = False
+    dispatcher: Literal["allgather", "alltoall"] = "allgather"
 
     def __post_init__(self):
         for flag, value in (("--seq-length", self.sequence), ("--micro-batch-size", self.micro_batch),
@@ -74,6 +83,11 @@ class Workload:
         if self.virtual > 1 and self.pipeline == 1:
             raise UserError(
                 f"--pipeline-model-parallel-size 1: {self.virtual} virtual stages need 2 or more; change one"
+            )
+        if self.job.num_experts and self.tensor > 1 and not self.sequence_parallel:
+            raise UserError(
+                f"--num-experts {self.job.num_experts} with --tensor-model-parallel-size {self.tensor}: Megatron "
+                "trains experts only with --sequence-parallel; add it"
             )
         if self.virtual > 1 and self.micro_batches % self.pipeline:
             raise UserError(
@@ -111,6 +125,37 @@ class Workload:
         """Layers of a stage."""
         return self.job.num_layers // self.pipeline
 
+    def kinds(self, stage: int) -> list[tuple[bool, int]]:
+        """(Whether they have experts, how many there are) of each kind of a stage's layers."""
+        moe = sum(self.job.of_stage(stage))
+        return [(kind, count) for kind, count in ((False, self.layers - moe), (True, moe)) if count]
+
+    @property
+    def rows(self) -> float:
+        """Rows that a rank's routed experts get of a micro-batch, if all experts get as many."""
+        parts = self.job.expert_ranks // self.job.expert_model_parallel_size
+        return self.tokens / self.split * self.topk * parts
+
+    @property
+    def padded_rows(self) -> float:
+        """`rows` with the padding of experts that are multiplied together: half a tile each, as counts are random."""
+        return self.rows + self.job.local_experts * _TILE / 2 * self.together
+
+    @property
+    def experts_fp8(self) -> bool:
+        """Whether the routed experts' GEMMs are in FP8."""
+        return self.fp8 and (self.system.level is None or self.job.fp8_experts)
+
+    @property
+    def experts_owned(self) -> bool:
+        """Whether a level owns the routed experts."""
+        return self.system.level is not None and self.job.fp8_experts
+
+    @property
+    def together(self) -> bool:
+        """Whether a rank's experts are multiplied together. A level does it only with what is in FP8."""
+        return self.grouped and (self.system.level is None or self.experts_fp8)
+
     @property
     def fetches(self) -> bool:
         """Whether a level's context parallelism fetches K and V from rank after rank."""
@@ -120,8 +165,8 @@ class Workload:
         return self.keys == "fetched" and whole > FETCHED_ABOVE
 
     def again(self, part: str) -> float:
-        """Share of the layers that run a part of theirs forward again in the backward pass. part: one of MODULES, or
-        another, which only full recomputation repeats."""
+        """Share of the layers that run a part of theirs forward again in the backward pass. part: MOE, one of MODULES,
+        or another, which only full recomputation repeats."""
         if self.recompute == "full":
             chunk = self.layers // self.virtual
             return 1.0 if self.recomputed_layers is None else min(self.recomputed_layers, chunk) / chunk
@@ -141,14 +186,10 @@ class Workload:
         """Channels of all query groups."""
         return (self.job.num_query_groups or self.job.num_attention_heads) * self.channels
 
-    @property
-    def ffn(self) -> int:
-        return self.job.linear_sizes[3][1]
-
-    @property
-    def fc1(self) -> int:
-        """Width of fc1's output."""
-        return self.job.linear_sizes[2][0]
+    def mlp(self, moe: bool = False) -> tuple[int, int]:
+        """(Width of fc1's output, of fc2's input) of a layer's MLP; with experts, of the shared ones, or zeros."""
+        layer = self.job.layer(moe)
+        return (layer[2][0], layer[3][1]) if len(layer) > 2 else (0, 0)
 
     @property
     def vocabulary(self) -> int:
