@@ -1,9 +1,14 @@
 """What every test gets: one thread a process, a clear reason where a GPU is missing, and its turn."""
 
+import gc
 import os
 import sys
 
 import pytest
+
+# Until all test files are imported, see pytest_collection_finish: what imports make stays, so to look through it for
+# garbage, ten times over, is a fifth of this start, which each worker of xdist makes.
+gc.disable()
 
 # Before torch is imported. The runs that tests start are several processes on a few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -84,6 +89,11 @@ def pytest_xdist_auto_num_workers() -> int | None:
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
         return None  # xdist reads it
     return 1 + len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is here by now is not looked through again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
