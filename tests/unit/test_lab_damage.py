@@ -43,7 +43,7 @@ def path(whole, tmp_path, monkeypatch):
 
 
 def report(path) -> None:
-    assert main.run(Namespace(store=path, out=path.parent / "out", baseline=None)) == 0
+    assert main.run(Namespace(store=path, out=path.parent / "out", baseline=None, within=None)) == 0
 
 
 def sweep(path) -> None:

@@ -202,11 +202,11 @@ def test_a_report_is_not_written_through_links(tmp_path, elsewhere):
 
 def test_a_report_that_cannot_be_written_is_one_line(store, tmp_path, monkeypatch):
     store.finish(store.claim(""), DONE, 0)
-    monkeypatch.setattr(report, "sections", lambda results: [])
+    monkeypatch.setattr(report, "sections", lambda results, within: [])
     (tmp_path / "out").mkdir()
     (tmp_path / "out/figures").write_text("")
     with pytest.raises(UserError, match=r"^--out .*/out: File exists; mend that, or name another folder$"):
-        report.run(argparse.Namespace(store=store.path, out=tmp_path / "out", baseline=None))
+        report.run(argparse.Namespace(store=store.path, out=tmp_path / "out", baseline=None, within=None))
 
 
 def test_a_bisect_is_not_written_through_links(tmp_path, elsewhere):
