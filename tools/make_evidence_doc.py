@@ -53,16 +53,16 @@ who have to decide if FP8 is as good as BF16. [levels.md](levels.md#what-is-know
 | column | |
 |---|---|
 | gap | loss less the reference's with the same seed and data: mean over seeds, in per cent of the reference's loss |
-| interval | 95 %, of the t-test, which takes gaps for normally spread: what remains possible |
+| interval | 95 %, of the t-test, which assumes normally distributed gaps: what remains possible |
 | seen | the smallest gap that this t-test would have seen with probability 0.8: a smaller one may have been missed |
 | within {BOUND:g} % | two one-sided tests at 5 % (TOST): yes, if both show that the gap is within -+{BOUND:g} %; no, \
 if the interval lies outside; else not shown. With fewer than {FEW} seeds the test decides nothing here |
 | needed | seeds with which that test would say yes, power 0.9, if the true gap is 0 and the spread is this one |
 
 Rows that share a reference share its runs: they are not independent. A row is one test, without correction for the
-others. If all gaps were 0, one interval in twenty would leave 0 out by chance. If all were {BOUND:g} %, one "yes" in
-twenty would be wrong. TOST looks at the 90 % interval, so a "yes" may stand beside a 95 % interval that is a little
-wider than -+{BOUND:g} %. Nothing of one model is known of another by this.
+others. If all true gaps were 0, one interval in twenty would leave 0 out by chance. If all were {BOUND:g} %, one test
+in twenty would say "yes" by mistake. TOST looks at the 90 % interval, so a "yes" may stand beside a 95 % interval that
+is a little wider than -+{BOUND:g} %. A result for one model says nothing about another.
 """
 UNKNOWN = """\
 - Training of more than 26 M tokens: no losses of longer runs, or of models of more than 125 M parameters, were
@@ -130,8 +130,9 @@ def in_short(sent: Sequence[Gap], real: Sequence[Gap], levels: Sequence[Gap], ot
         f"O3 and BF16 of Transformer Engine's layers, 85 M parameters: {bf16.said()}.",
         *(f"{gap.arm} with FP8 gradients that are sent, and our own layers in BF16: {gap.said()}." for gap in sent),
         f"All {len(tests)} rows with {FEW} seeds or more: {sum(p < 0.05 for p in equal)} are shown to be within "
-        f"{BOUND:g} %, {sum(p < strict for p in equal)} after Bonferroni's correction for so many tests. The interval "
-        f"leaves out 0 in {sum(p < 0.05 for p in told)}, after the correction in {sum(p < strict for p in told)}.",
+        f"{BOUND:g} %, {sum(p < strict for p in equal)} after Bonferroni's correction for so many tests. In "
+        f"{sum(p < 0.05 for p in told)} the interval leaves out 0, in {sum(p < strict for p in told)} "
+        "after correction.",
     ]
     return "\n".join(wrapped(f"- {line}", "  ") for line in lines)
 
@@ -362,7 +363,7 @@ def page() -> str:
         "The stress suite": (
             "[lab.md](lab.md#stress) says what is planted, what is judged, and when an arm is robust or fragile. The "
             "limits are ours; some were set after first runs at toy size. Plants are small models, or numbers drawn at "
-            "random: a fragile recipe can fail so, a robust one has passed this alone.",
+            "random: a fragile recipe can fail as these do. A robust one has passed these tests and no others.",
             *stress(),
         ),
         "What cannot be known from all this": (UNKNOWN,),

@@ -121,7 +121,7 @@ def test_in_short_counts_rows_as_tests():
     )
     text = re.sub(r"\s+", " ", found)
     assert "All 5 rows with 4 seeds or more: 2 are shown to be within 0.5 %, 1 after Bonferroni's correction" in text
-    assert "The interval leaves out 0 in 1, after the correction in 1." in text
+    assert "In 1 the interval leaves out 0, in 1 after correction." in text
     assert "our own layers in BF16: " in text and "(1 seed); within 0.5 %: too few seeds." in text
     assert max(map(len, found.splitlines())) <= 120
 
