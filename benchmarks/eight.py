@@ -17,8 +17,8 @@ more memory than a GPU has is not tried.
 
 A step has 16 sequences. Every system trains the same model. Its layers are as many as fit 80 GB in all systems, with
 2 GB to spare, in the first layout (LAYERS). By the estimate Transformer Engine needs most: at micro-batch 4 it has room
-for 3, 7 and 15 of GPT-175B's layers on two, four and eight GPUs. Stock BF16 alone would have room for 3, 8 and 17. At
-O3 there is room for 175b-dp2 too, in the others there is not.
+for 3, 7 and 15 of GPT-175B's layers on two, four and eight GPUs. Stock BF16 alone would have room for 3, 8 and 17. O3
+has room for 175b-dp2 too; the others do not.
 
 The table has each measured figure with the estimate of `megatron-fp8 estimate` and its error behind it; a figure that
 was not measured has the estimate alone. Bare collectives are the profiled step's, on rank 0: the time in which nothing
@@ -47,7 +47,7 @@ from megatron_fp8.tools.perf.output import MIB, render
 from megatron_fp8.tools.perf.step import Estimate, estimate
 
 BATCH = 16
-CARD = "h100-80gb-sxm"  # the layers fit its memory; what --table is about, if nothing is said
+CARD = "h100-80gb-sxm"  # the layers fit its memory; the default of --hardware
 GPUS = (2, 4, 8)
 LAYERS = {
     "175b": {2: 3, 4: 7, 8: 15},

@@ -1,12 +1,12 @@
 """Compare ways to multiply all experts of a mixture at once, in FP8; one Hopper GPU.
 
     python benchmarks/grouped_gemm.py --build LIBRARY.so                      compile the CUTLASS ways; needs nvcc
-    python benchmarks/grouped_gemm.py --library LIBRARY.so --csv grouped.csv  two minutes
+    python benchmarks/grouped_gemm.py --library LIBRARY.so --csv grouped.csv  a minute
     python benchmarks/grouped_gemm.py --only triton loop --rows 512 --counts skewed
 
-The three GEMMs of both linears of a gated expert, like DeepSeek-V2-Lite (64 experts, hidden 2048, ffn 1408) and of
-Qwen3-30B-A3B (128, 2048, 768). Rows of all experts lie in one matrix, each expert's padded with zeros to a multiple of
-128 (ops/groups.py). The ways:
+The three GEMMs of both linears of a gated expert, like those of DeepSeek-V2-Lite (64 experts, hidden 2048, ffn 1408)
+and of Qwen3-30B-A3B (128, 2048, 768). Rows of all experts lie in one matrix, each expert's padded with zeros to a
+multiple of 128 (ops/groups.py). The ways:
 
     tables        our dense CUTLASS kernels, whose tiles know their expert (gemm/csrc/grouped.cuh)
     ptr-array     CUTLASS' own grouped kernels (grouped/ptr_array.cuh)

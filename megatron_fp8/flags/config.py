@@ -49,7 +49,8 @@ LM_HEAD = Flag(
 EXPERTS = Flag(
     "--fp8-experts",
     "Run routed experts in FP8 too, one by one; with --moe-grouped-gemm a rank's together. Store and update "
-    "their weights as the level does. Needs --num-experts without biases. In no level: a GPU has seen its speed alone.",
+    "their weights as the level does. Needs --num-experts without biases. In no level: on a GPU only its speed and "
+    "memory were measured.",
 )
 ALL = (
     *level.FLAGS,

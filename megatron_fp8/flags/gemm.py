@@ -6,8 +6,8 @@
     auto       cuBLASLt; CUTLASS if it is built and known to be faster, or a search has found it faster; torch if
                cuBLASLt is not found
 
-The backends differ in speed and in the last bits. All need a CUDA device. Products of several experts at once
-(--moe-grouped-gemm) are CUTLASS' with auto and cutlass, if it is built, and Triton's else.
+The backends differ in speed and in the last bits. All need a CUDA device. Several experts at once
+(--moe-grouped-gemm) are multiplied by CUTLASS with auto or cutlass, if it is built, and otherwise by Triton.
 """
 
 from argparse import Namespace
@@ -21,8 +21,8 @@ BACKEND = Flag(
     "The backend of the FP8 GEMMs: cublaslt, which accumulates weight gradients in the GEMM; cutlass, our own kernels, "
     "which take minutes to build at first use (or before: megatron-fp8 build); or torch (torch._scaled_mm). Default "
     "auto: cuBLASLt, and CUTLASS, if it is built, for large GEMMs of the backward pass and for GEMMs that "
-    "--fp8-gemm-search has found faster with it. Products of several experts at once are CUTLASS' with auto and "
-    "cutlass, if it is built, and Triton's else.",
+    "--fp8-gemm-search has found faster with it. With auto or cutlass CUTLASS also multiplies several experts at "
+    "once, if it is built; otherwise Triton does.",
     one_of(*BACKENDS),
 )
 SEARCH = Flag(

@@ -174,8 +174,8 @@ class Cutlass:
     ) -> GroupedKernel | None:
         """The kernel of these types for several experts: with fast_accum a fast one, or else a promoted one.
 
-        n: columns of a result. Whole clusters of tiles lie along them, and what is beyond takes as long. So blocks in
-        pairs, which read less, serve if they waste no more than single ones.
+        n: columns of a result. Whole clusters of tiles cover them; a tile beyond the last column takes as long as the
+        others. Blocks in pairs read less. So they serve if they waste no more columns than single ones.
         """
         same = [k for k in self.grouped if (k.a, k.b, k.out, k.sums) == (a, b, out, sums)]
         fast = [kernel for kernel in same if not kernel.promote] if fast_accum else []

@@ -11,8 +11,8 @@ so a tile at an expert's edge neither reads nor writes the next expert's.
 
 Sums: the tensor core sums all of K, or with `promote` that much of it, and the partial sums are added in float32. They
 need as many registers as the sums: a thread then keeps 72 bytes in memory, and such a tile of 256 columns is still
-faster than one of 128. Warps that only load, as csrc/ has them, Triton 3.6 does not make on Hopper: it ignores the hint
-if 8 warps multiply, and fails to compile if 4 do.
+faster than one of 128. Triton 3.6 makes no warps that only load on Hopper, as csrc/ has them: it ignores the
+hint if 8 warps multiply, and fails to compile if 4 do.
 
 Source: the persistent matrix product of Triton's tutorials; DeepGEMM's "contiguous layout" for the tables.
 """

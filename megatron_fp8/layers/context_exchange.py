@@ -9,7 +9,7 @@ the early chunk; of the ranks behind it its late chunk sees both. There are two 
                 rank r + i sees to it. The next round is under way while a block is computed. The gradients of a round
                 go home while the next one is computed.
 
-The own block needs nothing of this. So it is computed while the exchange would be waited for (context_parallel.py):
+The own block needs nothing of this. So the rank computes it when it would wait for the exchange (context_parallel.py):
 
     forward     own block, while K and V come                    the other blocks
     backward    the linear before it, while K and V come         the other blocks        own block, while gradients go

@@ -20,19 +20,20 @@ K and V come again in the backward pass instead of being kept, so that a rank ke
 are gathered, or fetched from one rank after the other (context_exchange.py). To gather them is Llama 3's choice (arXiv
 2407.21783, 3.3.2), whose grouped queries make them small. It makes fewer passes over the output.
 
-**What travels does so beside what computes.** The own block needs no other rank. Forward it comes first, while K and V
-are on their way. Backward it comes last, while the gradients of the other ranks' K and V go home. K and V are asked for
-when the linear behind attention begins its backward pass (`announce`, function.py). With T tokens a rank, and A, K and
-H channels of queries, keys and hidden states:
+**K, V and gradients travel while the rank computes.** The own block needs no other rank. Forward it comes first, while
+K and V are on their way. Backward it comes last, while the gradients of the other ranks' K and V go home. K and V are
+asked for when the linear behind attention begins its backward pass (`announce`, function.py). With T tokens a rank, and
+A, K and H channels of queries, keys and hidden states:
 
     forward     4 (N - 1) T K bytes    beside the own block's 2 T^2 A FLOPs
     backward    4 (N - 1) T K bytes    beside that linear's GEMMs, 4 T A H FLOPs
                 3 (N - 1) T K bytes    beside the own block's 5 T^2 A FLOPs
 
-At 370 GB/s and 450 TFLOP/s the first is hidden from T = 2400 (N - 1) K / A on, 4,300 tokens on each of 8 ranks if K =
-A / 4, and the third earlier. At 1200 TFLOP/s the second is hidden up to N - 1 = A H / 3200 K: 6 ranks for Llama 3 8B.
-(An H100's figures; arithmetic.) So --cp-comm-type p2p fetches only if the whole K and V of a layer take more than 512
-MiB (flags/stock.py): 131,072 tokens of 1024 channels are gathered, 65,536 tokens of 4096 are fetched.
+At 370 GB/s and 450 TFLOP/s the first is hidden from T = 2400 (N - 1) K / A on, 4,300 tokens on each of 8 ranks if K = A
+/ 4, and the third earlier. At 1200 TFLOP/s the second is hidden up to N - 1 = A H / 3200 K: 6 ranks for Llama 3 8B. (An
+H100's figures; arithmetic. On two H200s a part of each gather was not hidden: docs/performance.md.) So --cp-comm-type
+p2p fetches only if the whole K and V of a layer take more than 512 MiB (flags/stock.py): 131,072 tokens of 1024
+channels are gathered, 65,536 tokens of 4096 are fetched.
 """
 
 import functools
@@ -150,7 +151,7 @@ class _ContextAttention(Function):
 
 
 def _begin(ctx) -> None:
-    """Have the other ranks' K and V come for the backward pass of _ContextAttention."""
+    """Ask the other ranks for K and V, which the backward pass of _ContextAttention needs."""
     saved = ctx.saved_tensors
     ctx.begun = saved, ctx.how[2](_side_by_side(*saved[1:3]))
 

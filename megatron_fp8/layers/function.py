@@ -17,8 +17,8 @@ class Function(torch.autograd.Function):
 
 
 def announce(ctx) -> None:
-    """Call `announced` of the function that made this one's first input, if it has left one on its ctx: its backward
-    pass comes after this one, and may start now what it will wait for."""
+    """Tell the function that made this one's first input that its backward pass comes next, so that it may start now
+    what it will wait for: call `announced`, if it has left one on its ctx."""
     maker = ctx.next_functions[0][0]
     announced = getattr(maker, "announced", None)
     if announced is not None:
