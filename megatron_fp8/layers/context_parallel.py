@@ -110,10 +110,12 @@ class _ContextAttention(Function):
         out, lse, rest = kernel.forward(*map(_heads, (q, k, v)), True, scale)
         y, lse = out.permute(2, 0, 1, 3), lse.contiguous()
         del out
-        for i, (first, pairs) in enumerate(theirs.blocks(), 1):
+        left = theirs.count
+        for first, pairs in theirs.blocks():  # not by enumerate, which holds a block until it has the next
             keys, values = pairs.split(widths, -1)
             out, of_block, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), False, scale)
-            part, dtype = out.permute(2, 0, 1, 3), q.dtype if i == theirs.count else torch.float32
+            left -= 1
+            part, dtype = out.permute(2, 0, 1, 3), torch.float32 if left else q.dtype
             y = ops.merge_attention(y, lse, part, of_block, dtype)
             del pairs, keys, values, out, of_block, part  # the next block may take their memory
         y = y.flatten(2)

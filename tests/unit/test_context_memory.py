@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from megatron_fp8.comm import wire
 from megatron_fp8.flags import stock
-from megatron_fp8.layers import context_parallel
+from megatron_fp8.layers import context_exchange, context_parallel
 from megatron_fp8.tools.perf import activations, collectives, hardware, workload
 from megatron_fp8.tools.perf.job import Job
 from megatron_fp8.tools.perf.systems import SYSTEMS
@@ -125,3 +125,32 @@ def test_the_estimate_has_the_bytes_that_are_sent(ranks, fetch, groups, monkeypa
 def test_fetched_keys_take_less_from_three_ranks_on(ranks, groups):
     gathered, fetched = (max(rank[fetch, groups][1] for rank in ranks) for fetch in (False, True))
     assert fetched < gathered if len(ranks) > 2 else fetched == gathered
+
+
+class Watched:
+    """An exchange whose blocks come one by one; each must be gone when the next is asked for."""
+
+    count = 3
+
+    def __init__(self, pairs: torch.Tensor):
+        self._pairs = pairs
+
+    def blocks(self):
+        for _ in range(self.count):
+            block = [context_exchange.Block(0, self._pairs.clone())]
+            held = StorageWeakRef(block[0].pairs.untyped_storage())
+            yield block.pop()
+            assert held.expired()
+
+    def send(self, gradients: list[torch.Tensor]) -> None:
+        gradients.clear()
+
+    def add_received(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        pass
+
+
+def test_a_block_has_gone_before_the_next_one_comes():
+    """In both passes: else a third block would be held while one is on its way."""
+    operands = [torch.randn(T, 1, n, WIDTH).requires_grad_() for n in (HEADS, 2, 2)]
+    y = context_parallel._ContextAttention.apply(*operands, 0.1, context_parallel._REFERENCE, Watched)
+    y.sum().backward()
