@@ -182,3 +182,12 @@ def test_mean_and_median():
         math.isnan(statistics.mean([])) and math.isnan(statistics.median([])) and math.isnan(statistics.median([NAN]))
     )
     assert statistics.mean([1, 2, 6]) == 3 and statistics.median([5, NAN, 1, 2, math.inf]) == 2
+
+
+def test_fewer_pairs_than_decide_are_never_enough():
+    """TOST's power alone would say 3 for a small spread, with which the words are "too few seeds"."""
+    gaps = np.array([0.01, -0.01, 0.005, -0.005])
+    assert statistics.equivalence_seeds(0.5 / gaps.std(ddof=1)) < statistics.FEW
+    word, needed = statistics.equivalence_words(statistics.paired(gaps), 0.5)
+    assert word.startswith("yes") and int(needed) == statistics.FEW
+    assert statistics.equivalence_words(statistics.paired(gaps[:-1]), 0.5) == ("too few seeds", "-")

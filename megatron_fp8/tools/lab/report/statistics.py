@@ -167,7 +167,8 @@ def equivalence_words(found: Paired, bound: float) -> tuple[str, str]:
     p, (low, high) = equivalence(found, bound), t_interval(found)
     outside = low > bound or high < -bound
     needed = equivalence_seeds(bound / found.deviation) if found.deviation else None
-    return f"yes (p {p:.4f})" if p <= 1 - CONFIDENCE else "no" if outside else "not shown", str(needed or "-")
+    word = f"yes (p {p:.4f})" if p <= 1 - CONFIDENCE else "no" if outside else "not shown"
+    return word, str(max(needed, FEW)) if needed else "-"
 
 
 def fisher_rejects(total: int, other_total: int, alpha: float = 1 - CONFIDENCE) -> np.ndarray:
