@@ -152,7 +152,8 @@ class Layer:
         both = {"rows": True, "columns": True, "training": True}
         x, dy = fc1.cast(self.x, 0, of, **both), fc2.cast(self.dy, 1, of, **both)
         h = _rows(x, fc1.quantized(), True)
-        act = fc2.cast(h[:, : h.shape[1] // 2].contiguous(), 0, of, **both)
+        gated = h[:, : h.shape[1] // 2].contiguous()  # as the activation function leaves it
+        act = fc2.cast(gated, 0, of, **both)
         dh = fc1.cast(h, 1, of, **both)
         probs = torch.rand(of.rows, 1, device=DEVICE)
         into = [[w.sink.room() for w in same] for same in (self.fc1, self.fc2)]
@@ -160,7 +161,7 @@ class Layer:
         return {
             "tables": lambda: groups_of(self.counts, self.x.shape[0], DEVICE),
             "cast x": lambda: fc1.cast(self.x, 0, of, **both),
-            "cast act": lambda: fc2.cast(h[:, : h.shape[1] // 2], 0, of, **both),
+            "cast act": lambda: fc2.cast(gated, 0, of, **both),
             "cast dy": lambda: fc2.cast(self.dy, 1, of, **both),
             "cast dh": lambda: fc1.cast(h, 1, of, **both),
             "activation": lambda: weighted_bias_swiglu_impl(h, None, probs, False),

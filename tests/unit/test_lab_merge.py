@@ -131,5 +131,6 @@ def test_wrong_command_lines_are_one_line(tmp_path):
     assert "a.sqlite: is the store to merge into; leave it out" in done(
         tmp_path, "merge", "a.sqlite", "./a.sqlite", code=2
     )
-    assert "none.sqlite: no such store" in done(tmp_path, "merge", "new.sqlite", "a.sqlite", "none.sqlite", code=2)
+    assert "none.sqlite: no such store" in done(tmp_path, "merge", "new.sqlite", "none.sqlite", code=2)
+    assert "a.sqlite: the plan is None" in done(tmp_path, "merge", "new.sqlite", "a.sqlite", code=2)
     assert not (tmp_path / "new.sqlite").exists()

@@ -25,8 +25,8 @@ def run(args: Namespace) -> int:
     for other in args.others:
         if Path(other).resolve() == into.resolve():
             raise UserError(f"{other}: is the store to merge into; leave it out")
-        with closing(Store(other)):  # a store that cannot be read is refused before anything is changed
-            pass
+        with closing(Store(other)) as store:  # one that cannot be read is refused before anything is changed
+            store.outline()
     with closing(Store(into, create=True)) as store:
         for path in args.others:
             with closing(Store(path)) as other:
