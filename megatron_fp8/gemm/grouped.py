@@ -6,7 +6,7 @@
 Three ways. Each takes a product if it can, or leaves it to the next:
 
     CUTLASS    one launch (csrc/grouped.cuh), if the library serves: --fp8-gemm-backend auto or cutlass, on Hopper
-    Triton     one launch (grouped_triton.py), on any other GPU that multiplies FP8
+    Triton     one launch (grouped_triton.py), on any GPU that multiplies FP8; only Hopper has run it
     the loop   one GEMM an expert, of its rows padded to a multiple of 16, on any backend (interface.py), and on the CPU
 
 The first two read the counts on the device, so the host waits for nothing. The loop needs them on the host.

@@ -48,6 +48,9 @@ class Shape:
 
 # The fastest on an H200 (docs/performance.md). A tile in float32 takes twice the shared memory.
 FAST, PROMOTED, FLOAT32 = Shape(256, 8, 4, flatten=True, split=True), Shape(256, 8, 4, split=True), Shape(128, 8, 4)
+# On other GPUs these would need more shared memory than there is: 240 KiB of a B200's 227, 176 of an RTX's 99. This one
+# needs 96 at most. It has been compiled for them, and not run.
+ELSEWHERE = Shape(128, 8, 2, split=True)
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -116,6 +119,17 @@ def _blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+@functools.cache
+def _on_hopper(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _shape(d: torch.Tensor, promote: int) -> Shape:
+    if not _on_hopper(d.device):
+        return ELSEWHERE
+    return FLOAT32 if d.dtype == torch.float32 else PROMOTED if promote else FAST
+
+
 def _described(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [1] * (t.dim() - 2) + [rows, columns])
 
@@ -128,7 +142,7 @@ def rows(
 
     Rows beyond the last tile are not written.
     """
-    shape = shape or (PROMOTED if promote else FAST)
+    shape = shape or _shape(d, promote)
     experts, n, k = b.shape
     operands = _operands(a, b, d, shape)
     tables = scale_a, scale_b, groups.first, groups.expert
@@ -141,7 +155,7 @@ def sums(
     add: bool = False, promote: int = 0, shape: Shape | None = None,
 ) -> None:  # fmt: skip
     """Write d (E, M, N), or add to it, a (M, R') b (N, R')^T of each expert's part of R'. N: a multiple of 16."""
-    shape = shape or (FLOAT32 if d.dtype == torch.float32 else PROMOTED if promote else FAST)
+    shape = shape or _shape(d, promote)
     experts, m, n = d.shape
     operands = _operands(a, b, d, shape)
     tables = scale_a, scale_b, groups.first
