@@ -179,8 +179,9 @@ class GradSink:
         """RuntimeError if the step's gradients have already been sent."""
         if self.closed:
             raise RuntimeError(
-                "a weight gradient came after its bucket had gone out (a weight that is used several times in a "
-                "micro-batch, under recomputation?): train without --overlap-grad-reduce"
+                "a weight gradient came after its bucket had gone out: begin each step with optimizer.zero_grad(), and "
+                "sum the gradients once, after its last backward pass; if a weight is used several times in a "
+                "micro-batch, under recomputation, train without --overlap-grad-reduce"
             )
 
     def room(self) -> torch.Tensor | None:

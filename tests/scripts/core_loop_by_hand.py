@@ -1,6 +1,7 @@
 """examples/core_loop.py without a schedule: its trainer calls finalize_model_grads itself, or not at all (unsummed).
 
-tokens: losses are sums, and the number of tokens divides the gradients.
+tokens: losses are sums, and the number of tokens divides the gradients.  unbegun: the optimizer is not told when a step
+begins, which stock's need not know.
 """
 
 import sys
@@ -23,8 +24,10 @@ CHANGES = {
     "import functools": "import contextlib, functools",
     "    schedule = ": "    data = batches(torch.distributed.get_rank())\n    schedule = ",
 }
+if "unbegun" in sys.argv:
+    CHANGES["        optimizer.zero_grad()\n"] = ""
 per_token = "tokens" in sys.argv
-sys.argv = [word for word in sys.argv if word not in ("tokens", "unsummed")]
+sys.argv = [word for word in sys.argv if word not in ("tokens", "unsummed", "unbegun")]
 source = (ROOT / "examples/core_loop.py").read_text()
 for old, new in CHANGES.items():
     assert old in source, old

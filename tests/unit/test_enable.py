@@ -61,6 +61,11 @@ def test_gradients_that_nobody_sums(trained):
         trained(1, "O3 unsummed", BY_HAND)
 
 
+def test_a_step_that_no_one_begins(trained):
+    with pytest.raises(RunFailed, match=re.escape("begin each step with optimizer.zero_grad(), and sum the gradients")):
+        trained(1, "O3 unbegun", BY_HAND)
+
+
 EXPERTS = str(ROOT / "tests/scripts/core_loop_of_experts.py")
 
 
