@@ -1,6 +1,7 @@
 """What every test gets: one thread a process, a clear reason where a GPU is missing, and its turn."""
 
 import gc
+import multiprocessing
 import os
 import sys
 
@@ -81,6 +82,13 @@ def _one_gpu_of_several(request):
     torch.cuda.set_device(_worker() % torch.cuda.device_count())
     yield
     torch.cuda.empty_cache()
+
+
+def pytest_sessionfinish() -> None:
+    """End what Megatron has started here, such as the manager of a save's results. One was found alive after a run.
+    Exit functions end it, but xdist does not wait for a worker that takes long to exit."""
+    for child in multiprocessing.active_children():
+        child.terminate()
 
 
 @pytest.hookimpl(optionalhook=True)
