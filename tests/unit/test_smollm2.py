@@ -55,6 +55,7 @@ def test_functions_of_files(tmp_path):
     assert found.prompt == '    def f(self,\n          a):\n        """What f does."""'
 
 
+@pytest.mark.slow  # reads the whole library; the one above reads files that it writes
 def test_the_standard_librarys_functions(tmp_path):
     """Each parses with its body, and with each mistake; a quarter or so is held out, by whole files."""
     found = list(function_pairs.functions())

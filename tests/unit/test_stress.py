@@ -131,6 +131,7 @@ sys.exit(cli.main(["lab", "stress", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.slow  # eight seconds
 def test_to_measure_needs_no_package_of_the_lab(tmp_path):
     """No verdict is given without scipy, but nothing is lost; a page is refused before anything is measured."""
 
