@@ -8,10 +8,10 @@
 
 namespace mfp8 {
 
-extern const GroupedFamily e4m3_grouped, e5m2_grouped, in_turns, ptr_array;
+extern const GroupedFamily e4m3_grouped, e5m2_grouped, ptr_array;
 
 static const GroupedEntry* find(int kernel) {
-  for (const GroupedFamily* family : {&e4m3_grouped, &e5m2_grouped, &in_turns, &ptr_array}) {
+  for (const GroupedFamily* family : {&e4m3_grouped, &e5m2_grouped, &ptr_array}) {
     if (kernel < family->count) return &family->entries[kernel];
     kernel -= family->count;
   }

@@ -13,7 +13,6 @@ from .systems import System
 Recompute = Literal["none", "selective", "full"]
 MODULES = ("core_attn", "layernorm", "mlp")  # the --recompute-modules whose memory and time are modelled
 MOE = "moe"  # and this one, of layers with experts
-_TILE = 128  # rows: experts that are multiplied together have theirs padded to a multiple of it
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,11 @@ class Workload:
     @property
     def padded_rows(self) -> float:
         """`rows` with the padding of experts that are multiplied together: half a tile each, as counts are random."""
-        return self.rows + self.job.local_experts * _TILE / 2 * self.together
+        if not self.together:
+            return self.rows
+        from ...ops.groups import TILE  # late: a mistake in the flags must not wait for torch
+
+        return self.rows + self.job.local_experts * TILE / 2
 
     @property
     def experts_fp8(self) -> bool:
