@@ -193,14 +193,14 @@ class NumberTaker : public cutlass::gemm::kernel::detail::PersistentTileSchedule
     return cute::make_tuple(self().tile_of(pipeline.read(state, &data_->next)), true);
   }
 
-  // CUTLASS calls this for a warp group that has no part of a tile, which there is none of.
+  // CUTLASS calls this for a warp group that has no part of a tile. There is none.
   template <class Work>
   CUTLASS_DEVICE auto fetch_next_work(Work work) {
     return cute::make_tuple(work, true);
   }
 
  private:
-  // A kernel with clusters of one block is launched without clusters. So it uses no instruction that is for clusters.
+  // A kernel with clusters of one block is launched without clusters, so it does not ask for its place in one.
   CUTLASS_DEVICE static bool leads() { return Blocks == 1 || cute::block_rank_in_cluster() == 0; }
 
   CUTLASS_DEVICE Self const& self() const { return static_cast<Self const&>(*this); }

@@ -102,6 +102,15 @@ struct PromotedMmaOf {
 
 // ---- A kernel and its launch ----------------------------------------------------------------------------------------
 
+template <class Gemm>
+int launched(const typename Gemm::Arguments& arguments, cudaStream_t stream) {
+  if (Gemm::can_implement(arguments) != cutlass::Status::kSuccess) return MFP8_UNFIT;
+  if (Gemm::get_workspace_size(arguments) != 0) return MFP8_UNFIT;
+  Gemm gemm;
+  if (gemm.initialize(arguments, nullptr, stream) != cutlass::Status::kSuccess) return MFP8_FAILED;
+  return gemm.run(stream) == cutlass::Status::kSuccess ? MFP8_OK : MFP8_FAILED;
+}
+
 template <class Mainloop, class Epilogue>
 struct Launch {
   static constexpr bool InTurns = std::is_base_of_v<cutlass::gemm::KernelTmaWarpSpecializedPingpong,
@@ -138,12 +147,7 @@ struct Launch {
     arguments.scheduler.raster_order = p.raster == MFP8_ALONG_M   ? Raster::AlongM
                                        : p.raster == MFP8_ALONG_N ? Raster::AlongN
                                                                   : Raster::Heuristic;
-    if (Gemm::can_implement(arguments) != cutlass::Status::kSuccess) return MFP8_UNFIT;
-    if (Gemm::get_workspace_size(arguments) != 0) return MFP8_UNFIT;
-    Gemm gemm;
-    auto stream = static_cast<cudaStream_t>(p.stream);
-    if (gemm.initialize(arguments, nullptr, stream) != cutlass::Status::kSuccess) return MFP8_FAILED;
-    return gemm.run(stream) == cutlass::Status::kSuccess ? MFP8_OK : MFP8_FAILED;
+    return launched<Gemm>(arguments, static_cast<cudaStream_t>(p.stream));
   }
 };
 

@@ -250,12 +250,7 @@ struct GroupedLaunch {
     arguments.scheduler.first = first;
     arguments.scheduler.expert = expert;
     arguments.scheduler.experts = p.experts;
-    if (Gemm::can_implement(arguments) != cutlass::Status::kSuccess) return MFP8_UNFIT;
-    if (Gemm::get_workspace_size(arguments) != 0) return MFP8_UNFIT;
-    Gemm gemm;
-    auto stream = static_cast<cudaStream_t>(p.stream);
-    if (gemm.initialize(arguments, nullptr, stream) != cutlass::Status::kSuccess) return MFP8_FAILED;
-    return gemm.run(stream) == cutlass::Status::kSuccess ? MFP8_OK : MFP8_FAILED;
+    return launched<Gemm>(arguments, static_cast<cudaStream_t>(p.stream));
   }
 };
 
