@@ -30,8 +30,8 @@ from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
 from ..errors import UserError
 from ..numerics.blocks import BLOCK
+from ..numerics.dither import dithered
 from ..numerics.formats import E4M3
-from ..numerics.noise import noise_seed, uniform_noise
 from ..numerics.scaled import ScaledTensor
 from ..ops.adam import AdamHyper, adam_step
 from ..ops.adam_states import State, read_master, write_master, write_state
@@ -236,8 +236,9 @@ class Bucket:
             self.weight[start:stop] = flat
         else:
             self.scaling.load(self._first + i, flat)
-            flat = dithered(flat, weight.identity)
-            self.weight[start:stop] = ops.quantize(flat, E4M3, self.scaling.scale[self._first + i])
+            scale = self.scaling.scale[self._first + i]
+            flat = dithered(flat, weight.identity, scale)
+            self.weight[start:stop] = ops.quantize(flat, E4M3, scale)
         lo, hi = self._owned(start, stop)
         if lo < hi:
             mine = flat[lo + self.shard.start - start : hi + self.shard.start - start]
@@ -329,19 +330,3 @@ class Bucket:
         for name in ("master", "exp_avg", "exp_avg_sq"):
             held[name] = list(bucket_states.tensors(getattr(self, name)).values())
         return held
-
-
-def dithered(values: torch.Tensor, identity: tuple[int, ...]) -> torch.Tensor:
-    """FP32 numbers that round to `values` (n,) BF16, drawn evenly within half an ulp of them; values of another type
-    come back as they are. identity: the weight's, for the noise.
-
-    A BF16 number has four bits more than an E4M3 one. So one in sixteen lies just between two E4M3 numbers, and there
-    the smallest update moves the weight by a whole ulp: a first step of 1e-5 would act like one of 4.5e-5
-    (docs/decisions.md).
-    """
-    if values.dtype != torch.bfloat16:
-        return values
-    values = values.float()
-    half_ulp = ((values.view(torch.int32) & 0x7F800000) - (8 << 23)).clamp(min=0).view(torch.float32)
-    noise = uniform_noise(values.numel(), noise_seed(*identity), values.device)
-    return values + half_ulp * (2 * noise - 1)

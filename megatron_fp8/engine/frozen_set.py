@@ -5,8 +5,8 @@
 
 The scale is the tightest power of two, the same on all ranks that share the weight. A checkpoint has an E4M3 number
 times a power of two as a BF16 number, and this scale gives the same E4M3 number again. Unlike trained weights
-(bucket.py), frozen ones are not dithered: they have no small updates that must show in the mean, and the error to
-nearest is smaller.
+(numerics/dither.py), frozen ones are not dithered: they have no small updates that must show in the mean, and the
+error to nearest is smaller.
 """
 
 import functools

@@ -8,7 +8,7 @@ policy's linear has in the same step (`Casts` is shared). It does not update the
 the first step both models' log-probabilities are equal to the last bit, with delayed scales too.
 
 In a resumed run the policy has changed. The reference is then loaded from the checkpoint that the policy started from
-and rounded with the same noise (bucket.py, `dithered`): the bytes are the same.
+and rounded with the same noise (numerics/dither.py): the bytes are the same.
 
 If adapters train on a frozen base (LoRA), the reference is the policy with its adapters off: no second model. An
 adapter is a module with the methods disable_adapter_layers and enable_adapter_layers, as Megatron Bridge's has.
@@ -22,11 +22,11 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from .. import ops
-from ..engine.bucket import dithered
 from ..engine.frozen import OwnedParameter
 from ..engine.frozen_set import nearest
 from ..engine.owned_weight import OwnedWeight, owned_weights, owners
 from ..errors import UserError
+from ..numerics.dither import dithered
 from ..numerics.formats import E4M3
 from ..numerics.scaling import compute_scale
 
@@ -77,8 +77,9 @@ def _load(weight: OwnedWeight, values: torch.Tensor) -> None:
     margin = weight.config.margin
     if weight.storage == "fp8":
         scale_inv = nearest(values, margin, weight.of.sharing).scale_inv
-        values = dithered(values.flatten(), weight.identity).view_as(values)
-        payload = ops.quantize(values, E4M3, scale_inv.reciprocal())
+        scale = scale_inv.reciprocal()
+        values = dithered(values.flatten(), weight.identity, scale).view_as(values)
+        payload = ops.quantize(values, E4M3, scale)
     else:
         scale = compute_scale(ops.amax(values), E4M3, margin=margin)
         payload, scale_inv = ops.quantize(values, E4M3, scale), scale.reciprocal()

@@ -54,7 +54,7 @@ def test_what_came_out_of_one_model_goes_into_another(group):
     first, second = linear(group, "fp8"), linear(group, "fp8", seed=1)
     second.load_state_dict(first.state_dict())
     difference = (second.state_dict()["weight"].float() - first.state_dict()["weight"].float()).abs()
-    assert (difference > 0).float().mean() < 0.01  # values that dither moves past the middle between two codes
+    assert not difference.any()  # masters are drawn, codes stay (numerics/dither.py)
 
 
 @pytest.mark.parametrize("storage", ["fp8", "bf16"])

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from ... import ops
-from ...engine.bucket import dithered
+from ...numerics.dither import dithered
 from ...numerics.formats import E4M3
 from ...numerics.master import quantize_block16, split_bf16, split_e4m3
 from ...numerics.scaled import ScaledTensor
@@ -47,10 +47,10 @@ class Kept:
     """A weight in an arm's formats, with Adam's moments in FP32 so that the master alone differs."""
 
     def __init__(self, values: torch.Tensor, master: str, weight: str, hyper: AdamHyper):
-        start = dithered(values, (1, 2, 3)) if weight == "fp8" else values.float()
-        self.moments = torch.zeros_like(start), torch.zeros_like(start)
         growth = STEPS * adam_growth(hyper.lr, hyper.beta1, hyper.beta2, STEPS)
-        self.scale = power_of_two_scale(start.abs().amax() + growth, E4M3)
+        self.scale = power_of_two_scale(values.float().abs().amax() + growth, E4M3)
+        start = dithered(values, (1, 2, 3), self.scale) if weight == "fp8" else values.float()
+        self.moments = torch.zeros_like(start), torch.zeros_like(start)
         self.weight: torch.Tensor | ScaledTensor = start.bfloat16()
         self.master: State
         if weight == "fp8":

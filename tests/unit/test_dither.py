@@ -1,0 +1,82 @@
+"""Masters that a file has lost are drawn evenly among the numbers that round to what it has."""
+
+import pytest
+import torch
+
+from megatron_fp8.numerics import dither
+from megatron_fp8.numerics.dither import dithered
+from megatron_fp8.numerics.formats import E4M3, decode, encode
+
+SCALE = torch.tensor(2.0**11)
+N = 1 << 17
+
+
+def values(spread=0.02):
+    seed = torch.seed() % 2**32
+    print(f"torch.manual_seed({seed})")
+    return spread * torch.randn(N, generator=torch.Generator().manual_seed(seed))
+
+
+def in_e4m3(x, scale=SCALE):
+    return (decode(encode(x * scale, E4M3)) / scale).bfloat16()
+
+
+def share_shown(masters, update):
+    """How much of `update` the E4M3 weights show, on average."""
+    moved = in_e4m3(masters + update).double() - in_e4m3(masters).double()
+    return float(moved.mean() / update)
+
+
+@pytest.mark.parametrize("update", [1e-5, 1e-4, -3e-4])
+def test_an_update_that_is_less_than_half_an_ulp_shows_on_average(update):
+    """Of weights that come in E4M3 none would move, of such in BF16 too many."""
+    for given in (in_e4m3(values()), values().bfloat16()):
+        drawn = dithered(given, (1, 2), SCALE)
+        # n of N weights move by an ulp of 2^-9 to 2^-8: the share's deviation is about sqrt(ulp / (N * update))
+        assert abs(share_shown(drawn, update) - 1) < 5 * (2**-8 / (N * abs(update))) ** 0.5
+    assert share_shown(in_e4m3(values()).float(), 1e-5) < 0.1
+
+
+@pytest.mark.parametrize("spread", [0.02, 1e-5, 0.1])  # among subnormal numbers; up to the largest ones
+def test_no_code_of_e4m3_moves(spread):
+    given = in_e4m3(values(spread))
+    drawn = dithered(given, (3,), SCALE)
+    assert torch.equal(in_e4m3(drawn), given)
+    assert ((drawn == given) == (given == 0)).float().mean() > 0.999  # each but zeros is drawn
+
+
+def test_every_code_is_drawn_from_its_whole_cell():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = codes[torch.isfinite(decode(codes)) & (decode(codes) != 0)]
+    given = decode(codes).repeat(4096).bfloat16()
+    drawn = dithered(given, (4,), torch.tensor(1.0)).view(4096, -1)
+    numbers = torch.cat([decode(codes), torch.zeros(1)]).unique()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    for i, code in enumerate(decode(codes)):
+        if code.abs() == 448:
+            continue
+        low, high = middles[middles < code].max(), middles[middles > code].min()
+        cell = drawn[:, i]
+        assert low <= cell.min() and cell.max() <= high and cell.max() - cell.min() > 0.99 * (high - low)
+        assert abs(cell.mean() - (low + high) / 2) < 5 * (high - low) / 12**0.5 / 64
+
+
+def test_a_few_numbers_of_bf16_that_are_also_e4m3_keep_their_four_bits_more():
+    given = values().bfloat16()
+    drawn = dithered(given, (5,), SCALE)
+    assert (drawn.bfloat16() == given).float().mean() > 0.99  # the others are powers of two
+    assert (given == in_e4m3(given)).float().mean() > 0.03
+
+
+def test_pieces_do_not_show(monkeypatch):
+    for given in (values().bfloat16(), in_e4m3(values())):
+        whole = dithered(given, (6,), SCALE)
+        monkeypatch.setattr(dither, "_AT_ONCE", 1000)
+        assert torch.equal(dithered(given, (6,), SCALE), whole)
+        monkeypatch.undo()
+
+
+def test_other_types_and_zeros_stay():
+    given = values()
+    assert dithered(given, (7,), SCALE) is given
+    assert not dithered(torch.zeros(256, dtype=torch.bfloat16), (7,), SCALE).any()
