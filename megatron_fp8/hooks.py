@@ -60,9 +60,10 @@ LEVEL_UNSAVED = When("with a level, without --save", lambda run: run.fp8 is not 
 STOCK_CHECKPOINTS = When(f"without a level, {CHECKPOINTS.text}", lambda run: run.fp8 is None and _checkpoints(run))
 READS_CHECKPOINTS = When(f"{LEVEL_CHECKPOINTS.text}; or --use-checkpoint-args", LEVEL_CHECKPOINTS.test)
 WATCHED_STEP = When(
-    f"with --fp8-probe-step, {log.EXACT.name}, --fp8-log-update-norm or --fp8-sharpness-interval",
+    f"with --fp8-probe-step, {log.EXACT.name}, --fp8-log-update-norm, {log.ROUTING.name} or --fp8-sharpness-interval",
     lambda run: bool(run.around_step()),
 )
+COUNTED_ROUTING = When(f"with {log.ROUTING.name}", lambda run: bool(log.routing_interval(run.args)))
 LEVEL_OR_SHARPNESS = When(
     "with a level, or --fp8-sharpness-eval",
     lambda run: run.fp8 is not None or (run.sharpness is not None and run.sharpness.file is not None),
@@ -195,6 +196,11 @@ RUN = (
     Hook(
         *(TRAINING, "train_step", "run.step", "forward_step_func data_iterator model optimizer", WATCHED_STEP),
         "Begins and ends what is measured of a step, with the model chunks at hand.",
+    ),
+    Hook(
+        *("megatron.core.transformer.moe.router.TopKRouter", "routing", "run.routing.counted"),
+        *("self logits", COUNTED_ROUTING),
+        "Counts the tokens of each expert, and how sure the router is, which its logits alone tell.",
     ),
     Hook(
         *(TRAINING, "evaluate_and_print_results", "run.evaluation", _EVALUATION, LEVEL_OR_SHARPNESS),

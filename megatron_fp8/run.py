@@ -99,6 +99,12 @@ class Run:
 
         return Logged()
 
+    @functools.cached_property
+    def routing(self):
+        from .monitor.routing import Routing
+
+        return Routing(log.routing_interval(self.args))
+
     # --- its steps
 
     def flags_read(self) -> None:
@@ -267,6 +273,8 @@ class Run:
             from .monitor.update_norm import UpdateNorm
 
             found.append(UpdateNorm().around)
+        if log.routing_interval(self.args):
+            found.append(lambda model, optimizer, step: self.routing.around(step))
         if (sharpness := self.sharpness) is not None and sharpness.interval:
             from .monitor.sharpness import watch_step
 

@@ -4,6 +4,7 @@
     --fp8-log-grad-snr        with them, the signal-to-noise ratio of the reduced gradients
     --fp8-log-exact           loss and gradient norm of every step with all digits; needs no level
     --fp8-log-update-norm     how far the logged steps move the weights; needs no level
+    --fp8-log-routing N       how routers spread tokens over experts, every N steps; needs no level
 
 None changes the training: the losses are the same to the last bit.
 """
@@ -37,7 +38,14 @@ UPDATE_NORM = Flag(
     "norm), at any level and without one.",
     needs_level=False,
 )
-FLAGS = (INTERVAL, GRAD_SNR, EXACT, UPDATE_NORM)
+ROUTING = Flag(
+    "--fp8-log-routing",
+    "Every N steps log how the routers of a mixture of experts spread tokens: their entropy, and the tokens of each "
+    "expert, at any level and without one. Default 0: never.",
+    whole(0, "never"),
+    needs_level=False,
+)
+FLAGS = (INTERVAL, GRAD_SNR, EXACT, UPDATE_NORM, ROUTING)
 
 
 def statistics_interval(args: Namespace) -> int:
@@ -67,3 +75,13 @@ def logs_update_norm(args: Namespace) -> bool:
         if given:
             raise UserError(f"--fp8-log-update-norm with {flag}: cannot see its updates; remove one")
     return True
+
+
+def routing_interval(args: Namespace) -> int:
+    """Steps from one log of the routing to the next; 0: never. Raises UserError of one line: flag, value, remedy."""
+    interval = ROUTING.given(args) or 0
+    if interval and not args.num_experts:
+        raise UserError(f"{ROUTING.shown(args)}: no --num-experts: there are no routers; remove it")
+    if interval and (graph := args.cuda_graph_impl) != "none":
+        raise UserError(f"{ROUTING.shown(args)} with --cuda-graph-impl {graph}: hides the routers; remove one")
+    return interval
