@@ -38,6 +38,8 @@ _SIGNALS = {  # labels; other signals keep their names
     "log_z": "log Z (nats)",
     "grad_norm": "gradient norm",
     "update_norm": "update norm",
+    "router_entropy": "router entropy (nats)",
+    "load_entropy": "entropy of tokens by expert (nats)",
 }
 _NORMS = "grad_norm", "update_norm"  # span several orders of magnitude
 _PAIRS = 3  # with fewer, an interval is so wide that it hides the others

@@ -13,7 +13,7 @@ import numpy as np
 from ....metrics import LOSS
 from ..sweep.plan_file import UNNAMED
 from ..sweep.rows import DONE, FAILED, NOT_FINITE, RUNNING, WAITING
-from . import onset_section, plots, signal_sections, statistics
+from . import onset_section, plots, routing_section, signal_sections, statistics
 from .curves import CAUSES, RULE, spike_score, steps_ratio
 from .document import Log, Section, Table, between, counted, number, p_value, percent, percents
 from .results import Cell, Result, Results, healthy
@@ -41,6 +41,8 @@ def sections(results: Results, within: float | None = None) -> list[Section]:
     ]
     if len(results.rates) > 1:
         made.append(_sensitivity(results))
+    if routing_section.logged(results):
+        made.append(routing_section.routing(results))
     made += [_spikes(results), signal_sections.over_time(results), signal_sections.warnings(results)]
     return [*made, _steps_to_loss(results)]
 
