@@ -13,9 +13,9 @@ Systems, shapes and flags are those of train_step.py.  Three layouts have the sa
 Attention costs a token of `whole` as much as one of `shared`, and one of `halves` less.  A row's time is the median
 over the log's lines after the warm-up, each of which is the mean of five steps.
 
-`--longest` trains two steps with full recomputation. While the model fits, the next sequence is --growth times as long;
-then it bisects, down to --grain tokens.  Each try has a row; "out of memory" is an outcome.  GB are 10^9 bytes of
-torch's allocator. tokens_s is of one GPU.
+`--longest` trains two steps with full recomputation, the first of 8,192 tokens: it allocates the optimizer's states and
+compiles. While the model fits, the next sequence is --growth times as long; then it bisects, down to --grain tokens.
+Each try has a row; "out of memory" is an outcome.  GB are 10^9 bytes of torch's allocator. tokens_s is of one GPU.
 """
 
 import json
@@ -39,6 +39,7 @@ from megatron_fp8.tools.perf.output import MIB
 SHARED = ["O3", "O3-te-attention", "te-delayed", "O3-fetched-keys", "te-delayed-all-gather", "bf16"]
 ALONE, LONGEST = ["O3"], ["O3-fp8-activations"]
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+FIRST_TOKENS = 8192
 EVERY_STEP = "--log-interval 1 --log-memory-interval 1"
 FIGURES = ("ms", "ms_min", "ms_max", "tokens_s", "tflops", "held_gb", "peak_gb", "loss", "seconds")
 OF_PROFILE = [f"profile_{name}" for name in PROFILED]
@@ -55,7 +56,7 @@ def train(system: str, args: Namespace, layout: str, sequence: int, gbs: int, *m
     options = Namespace(**{**vars(args), "gbs": gbs, "mbs": mbs, "extra": [*args.extra, *flags, *more]})
     words, env = command(system, options)
     if not profiled:
-        env["PROFILE_STEP"] = "0"
+        env |= {"PROFILE_STEP": "0", "FIRST_TOKENS": str(FIRST_TOKENS)}
     log = Path(args.logs or ROOT / "runs/long_context") / f"{system}-{layout}-{sequence}.log"
     began, outcome = time.monotonic(), "ok"
     try:

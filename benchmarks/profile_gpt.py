@@ -10,7 +10,7 @@ TRACE=FILE.json.gz keeps the trace itself.
 
 The environment variable TE=repaired, unrepaired or none sets how Megatron finds Transformer Engine (`prepare_te`).
 CAP_GB=80 limits torch's allocator to 80 GB (10^9 bytes) on each GPU.  With FETCH_KEYS=1 --cp-comm-type p2p fetches keys
-and values of any size.
+and values of any size.  FIRST_TOKENS=8192 cuts the first step's sequences to so many tokens.
 """
 
 import functools
@@ -152,6 +152,27 @@ def cap_memory(gb: float) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
 
 
+def shorten_first_step(tokens: int) -> None:
+    """Cut the first step's sequences to so many tokens. The optimizer then has its states, and kernels are compiled,
+    before the first step of whole sequences."""
+    from megatron.core import utils
+    from megatron.training import training
+
+    stock_step, stock_split, calls = training.train_step, utils.get_batch_on_this_cp_rank, Counter()
+
+    @functools.wraps(stock_step)
+    def train_step(*args, **kwargs):
+        calls["steps"] += 1
+        return stock_step(*args, **kwargs)
+
+    def split(batch, *args, **kwargs):  # pretrain_gpt_fp8.py calls it for each micro-batch, (batch, sequence)
+        if calls["steps"] == 1:
+            batch = {key: value if value is None else value[:, :tokens].contiguous() for key, value in batch.items()}
+        return stock_split(batch, *args, **kwargs)
+
+    training.train_step, utils.get_batch_on_this_cp_rank = train_step, split
+
+
 def install(step: int) -> None:
     """Profile call number `step` of Megatron's train_step."""
     import megatron.training.training as training
@@ -200,5 +221,7 @@ if __name__ == "__main__":
         from megatron_fp8.layers import context_parallel
 
         context_parallel.FETCHED_ABOVE = 0
+    if os.environ.get("FIRST_TOKENS"):
+        shorten_first_step(int(os.environ["FIRST_TOKENS"]))
     install(int(os.environ.get("PROFILE_STEP", "8")))
     runpy.run_path(str(root / "pretrain_gpt_fp8.py"), run_name="__main__")

@@ -4,10 +4,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from launch import ROOT, RunFailed
+from megatron.core import utils
+from megatron.training import training
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import long_context
+import profile_gpt
 
 LOG = """
  iteration        1/       2 | elapsed time per iteration (ms): 900.0 | lm loss: 1.2E+01 |
@@ -63,6 +67,20 @@ def test_two_steps():
     assert long_context.of_second_step(LOG.split("Rank 1")[0]) == {}
 
 
+def test_a_first_step_of_short_sequences(monkeypatch):
+    """The first call of train_step sees the first tokens of each sequence, later calls all."""
+    split = []
+    monkeypatch.setattr(training, "train_step", lambda batch: utils.get_batch_on_this_cp_rank(batch, cp_group="group"))
+    monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", lambda batch, **rest: split.append((batch, rest)))
+    profile_gpt.shorten_first_step(3)
+    tokens = torch.arange(10).view(2, 5)
+    for _ in range(2):
+        training.train_step({"tokens": tokens, "attention_mask": None})
+    (first, rest), (second, _) = split
+    assert torch.equal(first["tokens"], tokens[:, :3]) and second["tokens"] is tokens
+    assert first["attention_mask"] is None and rest == {"cp_group": "group"}
+
+
 @pytest.mark.parametrize("memory", [True, False])
 def test_rows_of_all_layouts(monkeypatch, tmp_path, memory):
     """The same tokens a step in all layouts; a run that fails has a row that says why."""
@@ -72,7 +90,7 @@ def test_rows_of_all_layouts(monkeypatch, tmp_path, memory):
     started = []
 
     def torchrun(nproc, command, log, *, timeout, env):
-        started.append((nproc, command, env["TE"]))
+        started.append((nproc, command, env))
         log.write_text("CUDA out of memory" if memory else "wrong")
         raise RunFailed("exit code 1\nmore", 1)
 
@@ -81,9 +99,11 @@ def test_rows_of_all_layouts(monkeypatch, tmp_path, memory):
     of = {row["layout"]: (row["sequence"], row["gbs"]) for row in rows}
     assert of == {"shared": (256, 16), "halves": (128, 32), "whole": (256, 16)}
     assert {row["outcome"] for row in rows} == {"out of memory" if memory else "exit code 1"}
-    for (nproc, command, te), row in zip(started, rows, strict=True):
-        assert nproc == 2 and te == "none"
+    for (nproc, command, env), row in zip(started, rows, strict=True):
+        assert nproc == 2 and env["TE"] == "none" and "FIRST_TOKENS" not in env
         last = dict(word.split("=") for word in command if "=" in word)
         assert int(last["--seq-length"]) == row["sequence"] and int(last["--global-batch-size"]) == row["gbs"]
         assert ("--context-parallel-size=2" in command) == (row["layout"] == "shared")
         assert set(row) <= set(long_context.COLUMNS)
+    long_context.train("O3", args, "shared", 256, 1, profiled=False)
+    assert started[-1][2]["FIRST_TOKENS"] == "8192"
