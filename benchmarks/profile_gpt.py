@@ -6,7 +6,7 @@ Prints one line `PROFILE {...}`: GPU milliseconds by kind of kernel (kinds.py), 
 wait of the host for the GPU in it, the number of kernels and of ATen calls, and the host's own time. For each kind of
 collective it has the time that it ran, and the part of that in which nothing else ran, which is its share of the step's
 critical path.  The profiler slows the host, so compare host times with each other, not with a step's.
-TRACE=FILE.json.gz keeps the trace itself.
+TRACE=FILE.json.gz keeps the trace itself; with {rank} in the name, every rank is profiled and keeps its own.
 
 The environment variable TE=repaired, unrepaired or none sets how Megatron finds Transformer Engine (`prepare_te`).
 CAP_GB=80 limits torch's allocator to 80 GB (10^9 bytes) on each GPU.  With FETCH_KEYS=1 --cp-comm-type p2p fetches keys
@@ -184,11 +184,12 @@ def install(step: int) -> None:
         return
 
     stock, calls = training.train_step, Counter()
+    trace, rank = os.environ.get("TRACE", ""), os.environ.get("RANK", "0")
 
     @functools.wraps(stock)  # keeps its signature, which the hooks of some flags read
     def train_step(*args, **kwargs):
         calls["n"] += 1
-        if calls["n"] != step or int(os.environ.get("RANK", "0")) != 0:
+        if calls["n"] != step or (rank != "0" and "{rank}" not in trace):
             return stock(*args, **kwargs)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         torch.cuda.synchronize()
@@ -196,9 +197,10 @@ def install(step: int) -> None:
             with torch.profiler.record_function(STEP):
                 result = stock(*args, **kwargs)
             torch.cuda.synchronize()  # this adds one cudaDeviceSynchronize to the count
-        if os.environ.get("TRACE"):
-            profile.export_chrome_trace(os.environ["TRACE"])
-        print("PROFILE", json.dumps(summary(profile)), flush=True)
+        if trace:
+            profile.export_chrome_trace(trace.replace("{rank}", rank))
+        if rank == "0":
+            print("PROFILE", json.dumps(summary(profile)), flush=True)
         return result
 
     training.train_step = train_step
