@@ -1,8 +1,10 @@
-"""Layers of GPT-175B over two, four or eight GPUs, then experts and a whole GPT-13B, each beside its estimate.
+"""Layers of GPT-175B over two, four or eight GPUs, then experts and whole models, each beside its estimate.
 
     python benchmarks/eight.py --te-path DIR --nproc 8 --csv benchmarks/results/eight.csv         the plan, in order
     python benchmarks/eight.py --te-path DIR --nproc 4 --arms 175b:O3-graph:1 175b:bf16:1 --csv FILE
     python benchmarks/eight.py --nproc 8 --table --csv benchmarks/results/eight.csv               runs nothing
+    python benchmarks/eight.py --nproc 2 --gbs 8 --arms qwen3-30b-a3b:O3-experts-grouped:1 --csv FILE     two H200s
+    python benchmarks/eight.py --nproc 1 --gbs 8 --arms deepseek-v2-lite:O3-experts-grouped:1 --csv FILE  one H200
     python benchmarks/eight.py --nproc 2 --arms tiny:O3:2 tiny:bf16-local:2                        any machine
 
 An arm is LAYOUT:SYSTEM:MICRO-BATCH, with train_step.py's systems. Each arm is a run of its own, and the
@@ -14,11 +16,12 @@ more memory than a GPU has is not tried.
     175b-dp2     the same layers; half as many tensor-parallel ranks, two data-parallel ones
     qwen3-moe    layers of Qwen3-30B-A3B, expert parallelism over all GPUs, sequence 4,096
     13b-whole    GPT-13B in the layout of 175b-dp2
+    qwen3-30b-a3b, deepseek-v2-lite    whole; expert parallelism over all GPUs, gradients in FP8, sequence 4,096
 
-A step has 16 sequences. Every system trains the same model. Its layers are as many as fit 80 GB in all systems, with
-2 GB to spare, in the first layout (LAYERS). By the estimate Transformer Engine needs most: at micro-batch 4 it has room
-for 3, 7 and 15 of GPT-175B's layers on two, four and eight GPUs. Stock BF16 alone would have room for 3, 8 and 17. O3
-has room for 175b-dp2 too; the others do not.
+A step has 16 sequences, or --gbs. Every system trains the same model. Its layers are as many as fit 80 GB in all
+systems, with 2 GB to spare, in the first layout (LAYERS). By the estimate Transformer Engine needs most: at micro-batch
+4 it has room for 3, 7 and 15 of GPT-175B's layers on two, four and eight GPUs. Stock BF16 alone would have room for 3,
+8 and 17. O3 has room for 175b-dp2 too; the others do not.
 
 The table has each measured figure with the estimate of `megatron-fp8 estimate` and its error behind it; a figure that
 was not measured has the estimate alone. Bare collectives are the profiled step's, on rank 0: the time in which nothing
@@ -48,7 +51,7 @@ from megatron_fp8.tools.perf.step import Estimate, estimate
 
 BATCH = 16
 CARD = "h100-80gb-sxm"  # the layers fit its memory; the default of --hardware
-GPUS = (2, 4, 8)
+GPUS = (2, 4, 8)  # of the plan; --arms may name models for one
 LAYERS = {
     "175b": {2: 3, 4: 7, 8: 15},
     # Transformer Engine's weights and states are 58, 51 and 45 GB (`megatron-fp8 memory`, and 2 bytes for its copies);
@@ -56,12 +59,15 @@ LAYERS = {
     "qwen3-moe": {2: 8, 4: 14, 8: 24},
 }
 _TENSOR = "--tensor-model-parallel-size={gpus} --sequence-parallel"
+_EXPERTS = "--expert-model-parallel-size={gpus}"
 _TWO_REPLICAS = "--tensor-model-parallel-size={half} --sequence-parallel --overlap-grad-reduce --overlap-param-gather"
 LAYOUTS = {  # by name: train_step.py's shape, and flags
     "175b": ("175b", _TENSOR),
     "175b-dp2": ("175b", _TWO_REPLICAS),
-    "qwen3-moe": ("qwen3-moe", "--expert-model-parallel-size={gpus}"),
+    "qwen3-moe": ("qwen3-moe", _EXPERTS),
     "13b-whole": ("13b-whole", _TWO_REPLICAS),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", f"{_EXPERTS} --fp8-grad-accum=fp8"),
+    "deepseek-v2-lite": ("deepseek-v2-lite", f"{_EXPERTS} --fp8-grad-accum=fp8"),
     "tiny": ("tiny", "--tensor-model-parallel-size={gpus}"),
 }
 OVER = 0.02  # an arm is tried if the estimate exceeds the GPU by this share or less: it was wrong by as much at worst
@@ -99,22 +105,22 @@ def arm_of(name: str) -> Arm:
     """The arm that --arms names."""
     layout, _, rest = name.partition(":")
     system, _, size = rest.partition(":")
-    divides = size.isdecimal() and int(size) > 0 and BATCH % int(size) == 0
-    if layout not in LAYOUTS or system not in SYSTEMS or not divides:
+    if layout not in LAYOUTS or system not in SYSTEMS or not size.isdecimal() or int(size) == 0:
         raise argparse.ArgumentTypeError(
-            f"{name}: LAYOUT:SYSTEM:MICRO-BATCH is meant; layouts are {', '.join(LAYOUTS)}, systems train_step.py's, "
-            f"and the micro-batch divides {BATCH}"
+            f"{name}: LAYOUT:SYSTEM:MICRO-BATCH is meant; layouts are {', '.join(LAYOUTS)}, systems train_step.py's"
         )
     return Arm(layout, system, int(size))
 
 
-def settings(arm: Arm, gpus: int, layers: int | None = None, extra: Sequence[str] = ()) -> dict:
-    """The columns of a row that are known before it is measured. layers: None for LAYERS'."""
+def settings(
+    arm: Arm, gpus: int, layers: int | None = None, extra: Sequence[str] = (), batch: int = BATCH
+) -> dict:
+    """The columns of a row that are known before it is measured. layers: None for LAYERS'. batch: the global one."""
     shape, flags = LAYOUTS[arm.layout]
     count = layers or LAYERS.get(shape, {}).get(gpus)
     words = [shape, *([f"--num-layers={count}"] if count else []), *flags.format(gpus=gpus, half=gpus // 2).split()]
     shape = " ".join([*words, *extra])
-    return {"shape": shape, "nproc": gpus, "gbs": BATCH, "system": arm.system, "mbs": arm.micro_batch}
+    return {"shape": shape, "nproc": gpus, "gbs": batch, "system": arm.system, "mbs": arm.micro_batch}
 
 
 def flags_of(row: Mapping) -> list[str]:
@@ -209,7 +215,7 @@ def _layout(row: Mapping) -> str:
     tensor, experts = (int(sizes.get(f"--{kind}-model-parallel-size", 1)) for kind in ("tensor", "expert"))
     data = int(row["nproc"]) // tensor
     of = {"TP": tensor, "EP": experts, "DP": data if experts == 1 else 1}
-    return " ".join(f"{name} {size}" for name, size in of.items() if size > 1)
+    return " ".join(f"{name} {size}" for name, size in of.items() if size > 1) or "one GPU"
 
 
 def _cell(name: str, own: float | None, model: float | None) -> str:
@@ -270,7 +276,7 @@ def measure(args: Namespace, on: Hardware, began: float, keep: Callable[[dict], 
         if left < longest:
             print(f"{left:.0f} s are left: not begun: --arms {' '.join(map(str, args.arms[i:]))}", flush=True)
             return
-        row = settings(arm, args.nproc, args.layers, args.extra)
+        row = settings(arm, args.nproc, args.layers, args.extra, args.gbs)
         e = predicted(row, on)
         if e is not None and e.room() < -OVER * e.peak:
             print(f"{arm}: not tried: the estimate has {e.peak:.1f} GB, {-e.room():.1f} too many", flush=True)
@@ -294,8 +300,9 @@ def _options(args: Namespace, arm: Arm, row: Mapping, left: float) -> Namespace:
 def arguments(argv: list[str] | None = None) -> Namespace:
     """Parse the command line, or argv. `args.extra` has flags for Megatron, which every arm gets."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--nproc", type=int, choices=GPUS, default=8, help="GPUs")
+    parser.add_argument("--nproc", type=int, choices=(1, *GPUS), default=8, help="GPUs")
     parser.add_argument("--arms", nargs="+", type=arm_of, default=PLAN, metavar="LAYOUT:SYSTEM:MICRO-BATCH")
+    parser.add_argument("--gbs", type=int, default=BATCH, help=f"sequences of a step ({BATCH})")
     parser.add_argument("--minutes", type=float, default=9, help="for the whole call")
     parser.add_argument("--timeout", type=int, default=150, help="seconds for an arm")
     parser.add_argument("--layers", type=int, help="of every arm, instead of as many as fit")
@@ -309,6 +316,11 @@ def arguments(argv: list[str] | None = None) -> Namespace:
     args, args.extra = parser.parse_known_args(argv)
     if (least := train_step.least_iterations(args.warmup)) > args.iterations:
         parser.error(f"--iterations {args.iterations}: with --warmup {args.warmup} {least} are the least")
+    for arm in args.arms:
+        if args.gbs % arm.micro_batch:
+            parser.error(f"--arms {arm}: the micro-batch does not divide --gbs {args.gbs}; change one")
+        if args.nproc == 1 and "{half}" in LAYOUTS[arm.layout][1]:
+            parser.error(f"--nproc 1: {arm} is for two GPUs or more; name other --arms")
     if args.hardware and not args.table:
         parser.error(f"--hardware {args.hardware}: needs --table; a run knows its GPUs")
     return args
@@ -316,7 +328,7 @@ def arguments(argv: list[str] | None = None) -> Namespace:
 
 def main() -> None:
     began, args = time.monotonic(), arguments()
-    plan = [settings(arm, args.nproc, args.layers, args.extra) for arm in args.arms]
+    plan = [settings(arm, args.nproc, args.layers, args.extra, args.gbs) for arm in args.arms]
     if args.table:
         on = hardware.load(args.hardware or CARD)
         print(table(merged(plan, known_rows(args.csv, on)), on))

@@ -52,10 +52,21 @@ LLAMA_8B_LAYER = (
 )
 
 
+QWEN3_LAYER = f"""--hidden-size 2048 --num-attention-heads 32 --kv-channels 128 {LLAMA_LAYER} --group-query-attention
+--num-query-groups 4 --qk-layernorm --rotary-base 1000000 --ffn-hidden-size 6144 --vocab-size 151935 --num-experts 128
+--moe-router-topk 8 --moe-ffn-hidden-size 768 {ROUTED}"""
+DEEPSEEK_LAYER = f"""--hidden-size 2048 --num-attention-heads 16 {LLAMA_LAYER} --multi-latent-attention
+--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm
+--rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707 --ffn-hidden-size 10944 --vocab-size 102399
+--num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 1408 --moe-shared-expert-intermediate-size 2816
+--moe-router-pre-softmax {ROUTED}"""
+
+
 class Shape(NamedTuple):
     gbs: int  # the default, for any number of GPUs
     mbs: int
     flags: str
+    profiled: bool = True  # whether the last step but one is: of a million ATen calls that takes minutes
 
 
 SHAPES = {
@@ -90,21 +101,15 @@ SHAPES = {
         "--num-layers 8 --hidden-size 12288 --num-attention-heads 24 --kv-channels 128 --ffn-hidden-size 12288 "
         "--vocab-size 12799",
     ),
-    "qwen3-moe": Shape(  # four layers of Qwen3-30B-A3B
-        4,
-        2,
-        f"--num-layers 4 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 {LLAMA_LAYER} "
-        "--group-query-attention --num-query-groups 4 --qk-layernorm --rotary-base 1000000 --ffn-hidden-size 6144 "
-        f"--vocab-size 151935 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 {ROUTED}",
-    ),
-    "deepseek-moe": Shape(  # like four layers of DeepSeek-V2-Lite, each with experts
-        4,
-        2,
-        f"--num-layers 4 --hidden-size 2048 --num-attention-heads 16 {LLAMA_LAYER} --multi-latent-attention "
-        "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --qk-layernorm "
-        "--rotary-scaling-factor 40 --mscale 0.707 --mscale-all-dim 0.707 "
-        "--ffn-hidden-size 10944 --vocab-size 102399 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 1408 "
-        f"--moe-shared-expert-intermediate-size 2816 --moe-router-pre-softmax {ROUTED}",
+    "qwen3-moe": Shape(4, 2, f"--num-layers 4 {QWEN3_LAYER}"),  # four layers of Qwen3-30B-A3B
+    "deepseek-moe": Shape(4, 2, f"--num-layers 4 {DEEPSEEK_LAYER}"),  # like DeepSeek-V2-Lite's, each with experts
+    # Whole, as in configs/model: for two H200s with --expert-model-parallel-size 2, and for one; gradients in FP8.
+    "qwen3-30b-a3b": Shape(8, 1, f"--num-layers 48 {QWEN3_LAYER} --norm-epsilon 1e-6", profiled=False),
+    "deepseek-v2-lite": Shape(
+        8,
+        1,
+        f"--num-layers 27 --moe-layer-freq [0]+[1]*26 {DEEPSEEK_LAYER} --rope-type yarn --norm-epsilon 1e-6",
+        profiled=False,
     ),
     "tiny": Shape(16, 2, "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64"),
 }
@@ -188,7 +193,8 @@ def command(system: str, args) -> tuple[list[str], dict[str, str]]:
     te, flags, variable = SYSTEMS[system]
     words = ["benchmarks/profile_gpt.py", *model_flags(args), f"--micro-batch-size={args.mbs[system]}"]
     words += [*flags.split(), f"--train-iters={args.iterations}"]
-    env = {**environment(te, args.te_path), "PROFILE_STEP": str(args.iterations - 1)}
+    profiled = args.iterations - 1 if SHAPES[args.shape].profiled else 0
+    env = {**environment(te, args.te_path), "PROFILE_STEP": str(profiled)}
     if variable:
         name, env[name] = variable.split("=")
     return words, env

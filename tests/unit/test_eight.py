@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+import yaml
 from launch import ROOT
 from megatron_runs import start_forked
 
@@ -12,7 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import eight
 import train_step
 
-from megatron_fp8.tools.perf import hardware
+from megatron_fp8.tools.perf import hardware, job_flags
 from megatron_fp8.tools.perf.output import MIB
 
 H100 = hardware.load("h100-80gb-sxm")
@@ -58,7 +59,7 @@ def test_the_plan(gpus):
 @pytest.mark.parametrize(
     "words",
     ["--arms 175b:O3", "--arms 175b:O9:1", "--arms 7b:O3:1", "--arms 175b:O3:3", "--arms 175b:O3:0", "--nproc 3",
-     "--iterations 11", "--hardware h200"],
+     "--iterations 11", "--hardware h200", "--gbs 3 --arms 175b:O3:2", "--nproc 1", "--nproc 1 --arms 175b-dp2:O3:1"],
 )  # fmt: skip
 def test_a_wrong_command_line_measures_nothing(words):
     with pytest.raises(SystemExit):
@@ -157,6 +158,24 @@ def test_experts_have_an_estimate():
     (line,) = cells(eight.table([measured], H100)).values()
     assert line["ms"] == f"500.0 ({e.ms:.1f}, {e.ms / 500 - 1:+.1%})"
     assert line["tokens/s/GPU"].split()[0] == f"{16 * 4096 / 0.5 / 4:,.0f}"
+
+
+@pytest.mark.parametrize("layout, gpus", [("qwen3-30b-a3b", 2), ("deepseek-v2-lite", 1)])
+def test_a_whole_model_has_the_sizes_of_its_file(layout, gpus):
+    """A shape repeats configs/model; its step is not profiled, and its gradients are in FP8."""
+    row = eight.settings(eight.arm_of(f"{layout}:O3-experts-grouped:1"), gpus, batch=8)
+    flags = eight.flags_of(row)
+    model = yaml.safe_load((ROOT / f"configs/model/{layout}.yaml").read_text())["MODEL_ARGS"]
+    of_file = [word for flag, value in model.items() for word in [flag, *([] if value is True else [str(value)])]]
+    beside = ["--micro-batch-size=1", "--fp8-level=O3", "--bf16", "--mock-data"]
+    ours, theirs = (vars(job_flags.parse(words).args) for words in (flags, of_file + beside))
+    assert theirs.pop("vocab_size") == ours.pop("vocab_size") + 1  # the tokenizer's end mark
+    for flag in model:
+        if (name := flag.removeprefix("--").replace("-", "_")) in theirs:
+            assert ours[name] == theirs[name], flag
+    assert ours["fp8_grad_accum"] == "fp8" and ours["expert_model_parallel_size"] == gpus
+    options = eight._options(eight.arguments([]), eight.arm_of(f"{layout}:O3-experts-grouped:1"), row, 60)
+    assert train_step.command("O3-experts-grouped", options)[1]["PROFILE_STEP"] == "0"
 
 
 @pytest.mark.slow
