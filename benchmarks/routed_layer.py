@@ -2,6 +2,7 @@
 
     megatron-fp8 build                           the CUTLASS library, for "together"
     python benchmarks/routed_layer.py --csv routed.csv
+    python benchmarks/routed_layer.py --counts equal skewed --csv FILE      what imbalance costs: 4 : 1
     python benchmarks/routed_layer.py --counts skewed --tokens 4096 --only Qwen3
 
 From rows that are sorted by expert to their results, and back to the rows' gradients and the weights': gated experts of
@@ -16,11 +17,11 @@ gradients in BF16, delayed scales.
 
 Neither the router nor permutation is in it, which all have alike. "parts" times what `together` consists of. Each runs
 alone twice, in turns (gemm/timing.py). First the results of the FP8 systems are compared: relative difference of the
-output, the rows' gradient and the weights'.
+output, the rows' gradient and the weights'. With equal and skewed counts a line says what a skewed layer takes longer.
 """
 
 import argparse
-import csv
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from grouped_gemm import COUNTS, MODELS, counts_of
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from stamp import commit
+from train_step import append
 
 from megatron_fp8 import ops
 from megatron_fp8.engine.bank import Bank
@@ -211,10 +213,12 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "none"
     where = {"gpu": gpu, "torch": torch.__version__, "cutlass library": served, "commit": commit()}
     print(", ".join(f"{key} {value}" for key, value in where.items()))
-    rows = []
+    if args.csv and Path(args.csv).exists():
+        parser.error(f"--csv {args.csv}: the file exists; name a new one")
     for model, sizes in MODELS.items():
         asked = args.experts, args.hidden, args.ffn
         experts, hidden, ffn = (mine or theirs for mine, theirs in zip(asked, sizes, strict=True))
+        together: dict[str, float] = {}
         for kind in args.counts if model.startswith(args.only) else ():
             layer = Layer(experts, hidden, ffn, counts_of(kind, experts, args.tokens * TOP[model] // experts, 1))
             y, dx = layer.one_by_one()
@@ -233,17 +237,18 @@ def main() -> None:
                     call()
                 bursts = in_turns(calls, 4)
                 ms = under_load(calls, bursts)
+                rows = []
                 for name in calls:
                     row = {"model": model, "tokens": args.tokens, "counts": kind, "what": title, "name": name}
                     rows.append(row | {"ms": round(ms[name], 4), "burst ms": round(bursts[name], 4)} | where)
                     print(f"  {title:8} {name:14} {ms[name]:8.3f} ms, burst {bursts[name]:8.3f}", flush=True)
+                together[kind] = ms.get("together", together.get(kind, 0.0))
+                if args.csv:
+                    append(args.csv, list(rows[0]), rows)  # at once: the next may never end
             del layer, systems, calls
             torch.cuda.empty_cache()
-    if args.csv and rows:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        if {"equal", "skewed"} <= together.keys():
+            print(f"{model}: skewed counts take {together['skewed'] / together['equal'] - 1:+.1%}", flush=True)
 
 
 if __name__ == "__main__":
