@@ -105,11 +105,12 @@ class Bucket:
             self._sinks.append(sink)
             load = None if scaling is None else functools.partial(self.load, i)
             weight.attach(parts, load=load, sink=sink, on_gradient=on_gradient)
-            self.load(i, values)
+            self._fill(i, values)
             if fp8.master == "fp32":  # --log-params-norm looks at it
                 lo, hi = self._owned(start, stop)
                 weight.param.main_param_sharded = self.sharded
                 weight.param.main_param = self.part("master", lo, hi) if lo < hi else None
+        self._loaded()
 
     def _owned(self, start: int, stop: int) -> tuple[int, int]:
         """The part of the flat buffers' start .. stop that lies in the shard, counted from the shard's start."""
@@ -224,12 +225,28 @@ class Bucket:
         for i, weight in enumerate(self.weights):
             weight.changed(None if self.scaling is None else self.scaling.slot_scale_inv(self._first + i))
 
+    def _loaded(self) -> None:
+        """`_changed`, after a load. Then all scales of the set are new, and a slot's view would be made with those
+        of all others, which may be thousands of experts'."""
+        if self.scaling is None:
+            self._changed()
+            return
+        mine = self.scaling.scale_inv[self._first : self._first + len(self.weights)]
+        for weight, scale_inv in zip(self.weights, mine.unbind(), strict=True):
+            weight.changed(scale_inv)
+
     @torch.no_grad()
     def load(self, i: int, values: torch.Tensor) -> None:
         """Set weight i, and this rank's part of its master, to `values` (N, K) of any float type.
 
         If the weight is E4M3, it is collective over the scaling's group.
         """
+        self._fill(i, values)
+        self._loaded()
+
+    @torch.no_grad()
+    def _fill(self, i: int, values: torch.Tensor) -> None:
+        """`load`, but the weights are not told."""
         weight, start, stop = self.spans[i]
         flat = values.to(self.weight.device).flatten()
         if self.scaling is None:
@@ -243,7 +260,6 @@ class Bucket:
         if lo < hi:
             mine = flat[lo + self.shard.start - start : hi + self.shard.start - start]
             self.encode(i, lo, hi, mine.float())
-        self._changed()
 
     def part(self, name: str, lo: int, hi: int):
         """Views of the state `name`, exp_avg, exp_avg_sq or master, in the shard's lo .. hi."""
@@ -288,7 +304,7 @@ class Bucket:
         self.scaling.amax[self._first + i] = amax
         self.scaling.set_scale(self._first + i, scale)
         self.weight[start:stop] = ops.quantize(values, E4M3, scale)
-        self._changed()
+        self._loaded()
 
     def encode(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
         """Round `values` FP32 to both the master and the weight, of weight i in the shard's lo .. hi."""
