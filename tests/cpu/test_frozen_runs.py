@@ -70,7 +70,7 @@ def test_a_layer_keeps_what_is_estimated(level):
     w = job_flags.workload(flags, 1)
     sums = w.tokens * (16 + 4 * w.job.num_attention_heads)
     # On a CPU attention also keeps q, which rotary has copied, and its output in torch's order of heads.
-    of_cpu = 2 * 2 * w.tokens * w.heads
+    of_cpu = 2 * 2 * w.tokens * w.output_channels
     assert sum(map(int, kept.split()[1:])) == activations.layer(w) - sums + of_cpu
 
 

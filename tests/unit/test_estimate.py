@@ -416,7 +416,7 @@ def test_a_value_at_its_default_is_not_refused():
         (plan, "--gpus 8", MODEL + " --context-parallel-size 0", "--context-parallel-size 0: use 1 or more"),
         (plan, "--gpus 8", MODEL + " --context-parallel-size 3", "--gpus 8: no multiple of --context-parallel-size 3"),
         (plan, "--gpus 8 --system nope", MODEL, "--system nope: no such system; use bf16, te"),
-        (plan, "--gpus 8", MODEL + " --multi-latent-attention", "--multi-latent-attention: not modelled; give a GPT"),
+        (plan, "--gpus 8", MODEL + " --account-for-loss-in-pipeline-split", "pipeline-split: not modelled; give a GPT"),
         (plan, "", MODEL, "--gpus is missing; give it, or put a command behind -- whose launcher says how many"),
         (plan, "--gpus 8", MODEL + " --group-query-attention --num-query-groups 3", "--num-query-groups 3: does not"),
         (plan, "--gpus 8", MODEL.replace("--use-distributed-optimizer", ""), "; add --use-distributed-optimizer"),

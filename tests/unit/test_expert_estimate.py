@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import architecture
 import pytest
-import torch
+from kept import LENGTH, TOKENS, WIDTH, kept
 from launch import ROOT
 
 from megatron_fp8.errors import UserError
@@ -225,33 +225,6 @@ def test_states_are_the_memory_reports():
     assert sum(rank.experts.values()) > 0.5 * rank.all
 
 
-def kept(flags: str) -> float:
-    """Bytes a token that a layer of a tiny model keeps for its backward pass.
-
-    Without the norm's before the experts: on a CPU torch keeps copies in FP32, on a GPU its input.
-    """
-    found = []
-    for layers in (1, 2):
-        model = architecture.build(f"{flags} --num-layers {layers}".split(), level=True).to(torch.bfloat16)
-        architecture.fill(model)
-        architecture.attach(model)
-        own, seen = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-        def pack(x, seen=seen):
-            seen[x.untyped_storage().data_ptr()] = x
-            return x
-
-        tokens = torch.randint(0, 100, (TOKENS // LENGTH, LENGTH))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            loss = model(tokens, torch.arange(LENGTH).expand(TOKENS // LENGTH, -1), None, labels=tokens)
-        whole = torch.Size([LENGTH, TOKENS // LENGTH, WIDTH])
-        found.append(sum(x.untyped_storage().nbytes() for at, x in seen.items()
-                         if at not in own and (x.dtype, x.shape) != (torch.float32, whole)))  # fmt: skip
-        del loss
-    return (found[1] - found[0]) / TOKENS
-
-
-WIDTH, LENGTH, TOKENS = 128, 128, 512
 TINY = (
     f"--hidden-size {WIDTH} --ffn-hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 2 "
     f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --swiglu --normalization RMSNorm --disable-bias-linear "
@@ -330,7 +303,6 @@ def test_a_plan_tries_every_size_of_expert_parallelism():
     ("--moe-expert-capacity-factor 1.5", "--moe-expert-capacity-factor 1.5: not modelled"),
     ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap: not modelled"),
     ("--cuda-graph-impl full_iteration", "--cuda-graph-impl full_iteration: not modelled"),
-    ("--multi-latent-attention", "--multi-latent-attention: not modelled; give a GPT with even stages and plain"),
     ("--expert-model-parallel-size 3", "--expert-model-parallel-size 3: does not divide --num-experts 128"),
 ])  # fmt: skip
 def test_what_is_not_modelled_is_refused(flags, message):

@@ -11,6 +11,9 @@ inputs. With --fp8-activations, norms' inputs and fc1's output take one byte and
 frozen linear (--frozen-base) keeps no input, but the adapter beside it does, in BF16. Those of qkv, proj and fc1 are
 kept anyway, as a norm's input or attention's output. So fc2's is left: 28 h, at every level.
 
+With --qk-layernorm the inputs of the norms of q and k are kept too, 2 (A + K). Multi-latent attention keeps q and k of
+one width and v of another, the input norm's output 2h, and an up projection's input, i bytes and 2 if a norm is before.
+
 In a layer with experts the norm's output is kept in BF16 too, for the router, and its input with --fp8-activations.
 Each row that comes to an expert keeps i h + 2U + i F of that expert, and 40 bytes of indices and probabilities. Shared
 experts keep what an MLP does.
@@ -44,23 +47,46 @@ def _saved(w: Workload, modules: tuple[str, ...], moe: bool) -> float:
     tensor, split, frozen = w.tensor, w.split, w.job.frozen_base
     i = 0 if frozen else w.input_bytes
     hidden = w.job.hidden_size / split
+    latent = w.job.multi_latent_attention
     kept = w.fp8_activations  # then the linears' inputs are recomputed from the activations kept in FP8
-    saved = (2 * (1 if kept else 2) + moe * kept) * hidden + 16 / split  # norms' inputs and statistics
+    saved = (2 * (1 if kept else 2) + (moe + latent) * kept) * hidden + 16 / split  # norms' inputs and statistics
     saved += 2 * 2 * hidden * (kept and frozen)  # an adapter keeps them in BF16
     if "layernorm" not in modules:
-        saved += (1 + (not moe)) * i * hidden * (not kept) + 2 * hidden * moe
-    saved += 2 * (w.heads + 2 * w.groups) / tensor
+        saved += ((not latent) + (not moe)) * i * hidden * (not kept) + 2 * hidden * (moe + latent)
+    saved += _of_latents(w, i) if latent else _of_qk_norms(w)
+    saved += 2 * (w.query_channels + w.key_channels + w.value_channels) / tensor
     # Stock's projection, and an adapter beside one, keeps the output itself, recomputed or not.
     if "core_attn" not in modules or i != 1:
-        saved += 2 * w.heads / tensor
+        saved += 2 * w.output_channels / tensor
     saved += 4 * w.job.num_attention_heads / tensor * ("core_attn" not in modules)
-    saved += (i == 1 and not kept) * w.heads / tensor
+    saved += (i == 1 and not kept) * w.output_channels / tensor
     if (MOE if moe else "mlp") not in modules:
         saved += _of_mlp(w, moe)
     elif "layernorm" not in modules and not moe:
         saved += (2 - i) * hidden  # its input is the norm's output in BF16
     saved += 2 * hidden * w.dropout
     return w.tokens * saved
+
+
+def _of_qk_norms(w: Workload) -> float:
+    """Bytes a token that the norms of q and k keep (--qk-layernorm): their inputs, and the sums of each head."""
+    job = w.job
+    heads = job.num_attention_heads + job.query_groups
+    return (2 * (w.query_channels + w.key_channels) + 4 * heads) / w.tensor * job.qk_layernorm
+
+
+def _of_latents(w: Workload, i: float) -> float:
+    """Bytes a token that multi-latent attention keeps before its up projections, beside the norm's output, which the
+    down projections read. i: as at the top."""
+    job, kept, of_q, of_kv = w.job, w.fp8_activations, w.job.q_lora_rank, w.job.kv_lora_rank
+    inputs = 0.0 if kept else i * ((of_q or job.hidden_size) + of_kv)
+    if not job.qk_layernorm:
+        if i == 2 and not of_q:
+            inputs -= i * job.hidden_size  # q's input is the norm's output
+        return inputs / w.split
+    # In BF16 the part of k that has positions is cut off the same memory.
+    norms = (of_q or job.hidden_size) + of_kv if kept else 2 * ((of_q or 0) + of_kv + job.qk_pos_emb_head_dim)
+    return (inputs + norms + 8 * len(job.qk_norms)) / w.split
 
 
 def _of_mlp(w: Workload, moe: bool) -> float:
@@ -176,7 +202,7 @@ def _backward_of_attention(w: Workload, moe: bool) -> float:
     """As `_backward_of_a_layer`, when context parallelism's attention runs; 0 without it."""
     if not w.keys or w.context == 1:
         return 0.0
-    moving = w.tokens * (4 * w.job.hidden_size / w.split + 2 * w.heads / w.tensor)
+    moving = w.tokens * (4 * w.job.hidden_size / w.split + 2 * w.query_channels / w.tensor)
     return moving + context(w) + _beside(w, moe) - w.tokens * _of_mlp(w, moe)
 
 
@@ -191,7 +217,8 @@ def context(w: Workload) -> float:
         fetched, N = 3, 4     N / 2 + 3.5                                     3
         fetched, more         N / 2 + 5, at most 8                            2.5
     """
-    n, own, like_queries = w.context, 4 * w.tokens * w.groups / w.tensor, 2 * w.tokens * w.heads / w.tensor
+    n, own = w.context, 2 * w.tokens * (w.key_channels + w.value_channels) / w.tensor
+    like_queries = 2 * w.tokens * w.query_channels / w.tensor
     if n == 2:
         return 2.5 * own + 2 * like_queries
     if not w.fetches:

@@ -89,7 +89,7 @@ def micro_batches(w: Workload, hardware: Hardware, stage: int = 0) -> dict[str, 
         found["pipeline"] = Traffic(0 if crosses else times * size, times * size if crosses else 0, ms, ms)
     if w.context > 1:
         often = (2 + w.again("core_attn")) * (0.75 if w.fetches else 1) + (0.75 if w.keys else 1)
-        size = often * 2 * 2 * w.groups / w.tensor * w.tokens * w.context
+        size = often * 2 * (w.key_channels + w.value_channels) / w.tensor * w.tokens * w.context
         rounds = w.micro_batches * w.layers
         found["context"] = _ring(w, hardware, w.context, w.tensor, size, _BARE_CONTEXT, rounds)
     return found
@@ -160,9 +160,9 @@ def _beside_gemms(w: Workload, hardware: Hardware, moe: bool, layers: int) -> di
     a_row, (of_y, of_dx) = 1.0 if fp8 else 2.0, _summed(w)
     gathers: list[tuple[float, float, float]] = []  # (bytes, ms of what runs beside, how often in a layer)
     sums: list[tuple[float, float, float]] = []
-    mlp = MOE if moe else "mlp"
-    for product, part in zip(products(w, hardware, moe), ("attention", "attention", mlp, mlp), strict=False):
-        forward = 1 + w.again(part)
+    mlp, of_attention = MOE if moe else "mlp", len(w.job.attention)
+    for place, product in enumerate(products(w, hardware, moe)):
+        forward = 1 + w.again("attention" if place < of_attention else mlp)
         x, y = w.tokens * product.k, w.tokens * product.n
         own, back = product.forward / w.tensor, product.dgrad / w.tensor
         if product.across:

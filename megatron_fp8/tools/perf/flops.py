@@ -1,8 +1,9 @@
 """Floating-point operations of a step, counted as Megatron-LM's log does and as FP8-LM's paper does.
 
-    Megatron   6 T (W L + V h) + 6 T s A L      T tokens a step, W weights of a layer, A channels of all heads: causal
-                                                attention, half of its square, recomputation not counted; of routed
-                                                experts those that a token takes, without the router
+    Megatron   6 T (W L + V h) + 6 T s A L      T tokens a step, W weights of a layer, A channels of all heads, of
+                                                queries and values the mean: causal attention, half of its square,
+                                                recomputation not counted; of routed experts those that a token takes,
+                                                without the router
     FP8-LM     24 * 3 T L h^2 (1 + s / (6 h) + V / (16 L h))         the whole square; for ffn = 4 h
 
 MFU divides by the peak rate of the linears' format. The output names the peak with every MFU (Megatron-LM #1276).
@@ -16,7 +17,9 @@ def step(w: Workload) -> float:
     tokens, job = w.global_batch * w.sequence, w.job
     routed = w.topk * sum(rows * columns for rows, columns, _ in job.mlp(job.expert_width)) if job.num_experts else 0
     weights = sum(sum(rows * columns for rows, columns, _ in job.layer(moe)) + routed * moe for moe in job.moe)
-    return 6.0 * tokens * (weights + w.vocabulary * job.hidden_size + w.sequence * w.heads * job.num_layers)
+    weights += job.num_layers * sum(rows * columns for rows, columns in job.down)
+    attention = w.sequence * (w.query_channels + w.output_channels) / 2 * job.num_layers
+    return 6.0 * tokens * (weights + w.vocabulary * job.hidden_size + attention)
 
 
 def papers_step(w: Workload) -> float:

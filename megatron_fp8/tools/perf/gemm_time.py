@@ -43,7 +43,7 @@ def _rates(h: Hardware, fp8: bool) -> tuple[tuple[float, float], tuple[float, fl
 
 
 def products(w: Workload, hardware: Hardware, moe: bool = False) -> list[Product]:
-    """The Products of a layer's linears: four, or with experts attention's two and the shared experts'."""
+    """The Products of a layer's linears: attention's, and the MLP's or the shared experts'."""
     tokens, tensor = w.tokens, w.tensor
     one, other = _rates(hardware, w.fp8)
     found = []
@@ -56,9 +56,14 @@ def products(w: Workload, hardware: Hardware, moe: bool = False) -> list[Product
 
 
 def linears(w: Workload, hardware: Hardware, moe: bool = False) -> tuple[float, float]:
-    """(Forward, backward) ms of a layer's linears."""
+    """(Forward, backward) ms of a layer's linears, and of multi-latent attention's down projections in BF16."""
     found = products(w, hardware, moe)
-    return sum(one.forward for one in found), sum(one.dgrad + one.wgrad for one in found)
+    forward, backward = sum(one.forward for one in found), sum(one.dgrad + one.wgrad for one in found)
+    for n, k in w.job.down:
+        sizes = w.tokens / w.split, n, k
+        forward += _product(*sizes, hardware.bf16_tflops, hardware.bf16_fixed_k)
+        backward += (2 - w.job.frozen_base) * _product(*sizes, hardware.bf16_tflops, hardware.bf16_fixed_k)
+    return forward, backward
 
 
 def experts(w: Workload, hardware: Hardware) -> tuple[float, float]:
@@ -93,8 +98,13 @@ def head(w: Workload, hardware: Hardware) -> tuple[float, float]:
 
 
 def attention(w: Workload, hardware: Hardware) -> tuple[float, float]:
-    """(Forward, backward) ms of a layer's core attention. Context-parallel ranks share the square evenly."""
-    flops = 7 * w.tokens * w.sequence * w.heads / w.tensor
-    slower = (1 + hardware.attention_length / w.sequence) * (1 + hardware.attention_head / w.channels)
+    """(Forward, backward) ms of a layer's core attention. Context-parallel ranks share the square evenly.
+
+    Of its seven products four sum over a key's channels or make them, three a value's.
+    """
+    of_key, of_value = w.job.channels
+    flops = w.tokens * w.sequence * (4 * w.query_channels + 3 * w.output_channels) / w.tensor
+    head = (of_key + of_value) / 2
+    slower = (1 + hardware.attention_length / w.sequence) * (1 + hardware.attention_head / head)
     both = flops * slower / hardware.attention_tflops / 1e9
     return both * _FORWARD_OF_ATTENTION, both * (1 - _FORWARD_OF_ATTENTION)

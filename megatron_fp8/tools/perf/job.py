@@ -25,7 +25,8 @@ class Job:
     data_parallel_size includes context parallelism. dpo_reference: whether DPO's reference is on the device beside the
     policy. frozen_base: whether no parameter of these is trained, as under adapters, which are not counted.
     moe_layer_freq: one layer of so many has experts, or a number a layer, as Megatron has it. fp8_experts: whether a
-    level owns routed experts. Raises UserError if Megatron or the GEMMs cannot cut the model so.
+    level owns routed experts. Of multi-latent attention (layers/latent.py) kv_channels and query groups say nothing.
+    Raises UserError if Megatron or the GEMMs cannot cut the model so.
     """
 
     num_layers: int
@@ -38,6 +39,13 @@ class Job:
     swiglu: bool = False
     quick_geglu: bool = False
     attention_output_gate: bool = False
+    qk_layernorm: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
     disable_bias_linear: bool = False
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
@@ -77,7 +85,7 @@ class Job:
             self._check_divides("num_query_groups", "num_attention_heads")
         if self.num_experts is not None:
             self._check_experts()
-        for rows, columns, across in self.linear_sizes[: None if 0 in self.moe else 2]:
+        for rows, columns, across in self.linear_sizes if 0 in self.moe else self.attention:
             cut, whole = (rows, columns) if across else (columns, rows)
             if cut % (tensor * GEMM_MULTIPLE) or whole % GEMM_MULTIPLE:
                 raise UserError(
@@ -109,19 +117,55 @@ class Job:
 
     @property
     def linear_sizes(self) -> list[tuple[int, int, bool]]:
-        """(Rows, columns, across) of qkv, proj, fc1 and fc2. across: tensor parallelism cuts the rows, as in Megatron's
-        column-parallel linears; else the columns."""
-        hidden, heads = self.hidden_size, self.num_attention_heads
-        channels = self.kv_channels or hidden // heads
+        """(Rows, columns, across) of attention's linears, fc1 and fc2. across: tensor parallelism cuts the rows, as in
+        Megatron's column-parallel linears; else the columns."""
+        hidden = self.hidden_size
         ffn = self.ffn_hidden_size or (hidden * 8 // 3 // 64 * 64 if self.swiglu else 4 * hidden)
-        queries, gated = heads * (1 + self.attention_output_gate), self.swiglu or self.quick_geglu
-        qkv, fc1 = (queries + 2 * (self.num_query_groups or heads)) * channels, ffn * (1 + gated)
-        return [
-            (qkv, hidden, True),
-            (hidden, heads * channels, False),
-            (fc1, hidden, True),
-            (hidden, ffn, False),
-        ]
+        return [*self.attention, *self.mlp(ffn)]
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Channels of a head's query or key, and of its value."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
+        one = self.kv_channels or self.hidden_size // self.num_attention_heads
+        return one, one
+
+    @property
+    def query_groups(self) -> int:
+        """Heads that have keys and values of their own."""
+        heads = self.num_attention_heads
+        return heads if self.multi_latent_attention else self.num_query_groups or heads
+
+    @property
+    def attention(self) -> list[tuple[int, int, bool]]:
+        """linear_sizes of attention: qkv and proj, or, if it is multi-latent, of q or its up projection, the up
+        projection of k and v, and proj."""
+        hidden, heads, (of_key, of_value) = self.hidden_size, self.num_attention_heads, self.channels
+        proj = hidden, heads * of_value, False
+        if self.multi_latent_attention:
+            up = heads * (self.qk_head_dim + of_value), self.kv_lora_rank, True
+            return [(heads * of_key, self.q_lora_rank or hidden, True), up, proj]
+        queries = heads * (1 + self.attention_output_gate)
+        return [((queries + 2 * self.query_groups) * of_key, hidden, True), proj]
+
+    @property
+    def down(self) -> list[tuple[int, int]]:
+        """(Rows, columns) of multi-latent attention's down projections. Stock Megatron trains them in BF16, and every
+        tensor-parallel rank has them whole."""
+        if not self.multi_latent_attention:
+            return []
+        ranks = [*([self.q_lora_rank] if self.q_lora_rank else []), self.kv_lora_rank + self.qk_pos_emb_head_dim]
+        return [(rank, self.hidden_size) for rank in ranks]
+
+    @property
+    def qk_norms(self) -> list[int]:
+        """Widths of a layer's norms of q and k, or of what multi-latent attention projects up."""
+        if not self.qk_layernorm:
+            return []
+        if self.multi_latent_attention:
+            return [self.q_lora_rank or self.hidden_size, self.kv_lora_rank]
+        return [self.channels[0]] * 2
 
     @property
     def moe(self) -> list[bool]:
@@ -157,7 +201,7 @@ class Job:
         if not moe:
             return self.linear_sizes
         width = self.moe_shared_expert_intermediate_size
-        return [*self.linear_sizes[:2], *(self.mlp(width) if width else [])]
+        return [*self.attention, *(self.mlp(width) if width else [])]
 
     def linears(self, stage: int = 0) -> list[int]:
         """Elements of each linear's weight of a stage on a tensor-parallel rank, in the order of the backward pass.
@@ -178,7 +222,7 @@ class Job:
     @property
     def expert_width(self) -> int:
         """Width of a whole routed expert."""
-        return self.moe_ffn_hidden_size or self.linear_sizes[3][1]
+        return self.moe_ffn_hidden_size or self.linear_sizes[-1][1]
 
     @property
     def expert(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -197,9 +241,13 @@ class Job:
     def others(self, stage: int) -> list[int]:
         """Elements of each other parameter of pipeline stage `stage` on a tensor-parallel rank."""
         hidden, tensor, stages = self.hidden_size, self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        norm = [hidden] * (1 if self.normalization == "RMSNorm" else 2)
-        (qkv, *_), _, (fc1, *_), _ = self.linear_sizes
-        bias = [] if self.disable_bias_linear else [qkv // tensor, hidden, fc1 // tensor, hidden]
+        parts = 1 if self.normalization == "RMSNorm" else 2
+        norm, of_attention = [hidden] * parts, [width for width in self.qk_norms for _ in range(parts)]
+        of_attention += [rows * columns for rows, columns in self.down]
+        bias = []
+        if not self.disable_bias_linear:  # multi-latent attention's linears have none, but for the last
+            having = self.linear_sizes[2 if self.multi_latent_attention else 0 :]
+            bias = [rows // tensor if across else rows for rows, _, across in having]
         unit = self.make_vocab_size_divisible_by * tensor
         words = -(-self.vocab_size // unit) * unit // tensor * hidden
         first, last = stage == 0, stage == stages - 1
@@ -208,7 +256,8 @@ class Job:
             assert self.max_position_embeddings is not None  # checked in __post_init__
             sizes.append(self.max_position_embeddings * hidden)
         for moe in self.of_stage(stage):
-            sizes += [*norm, *norm, *bias, *([(self.num_experts or 0) * hidden] if moe else [])]  # the router's weight
+            router = [(self.num_experts or 0) * hidden] if moe else []
+            sizes += [*norm, *norm, *of_attention, *bias, *router]
         if last:
             sizes += norm
             # A tied head is the embedding itself if one stage has both, else a copy.

@@ -45,7 +45,7 @@ _EXPERTS_NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "moe_token_dispatcher_type": ("allgather", "alltoall"), "cuda_graph_impl": ("none",), "fp8_step_graph": ("off",),
 }  # fmt: skip
 # Not counted either, with the word that a rehearsal's page uses for it.
-_UNCOUNTED = {"moe_latent_size": "latent experts", "multi_latent_attention": "multi-latent attention"} | dict.fromkeys(
+_UNCOUNTED = {"moe_latent_size": "latent experts"} | dict.fromkeys(
     ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
      "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "uneven stages",
@@ -209,7 +209,7 @@ def job(args: Namespace, data: int) -> Job:
     given: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Job)}
     given |= {"vocab_size": vocabulary, "data_parallel_size": data}
     given |= {"swiglu": bool(args.swiglu), "disable_bias_linear": not args.add_bias_linear}
-    given |= {name: bool(given[name]) for name in ("dpo_reference", "frozen_base", "fp8_experts")}  # not Megatron's
+    given |= {name: bool(given[name]) for name in ("dpo_reference", "frozen_base", "fp8_experts", "qk_layernorm")}
     if not isinstance(given["moe_layer_freq"], int):
         given["moe_layer_freq"] = tuple(given["moe_layer_freq"])
     if not args.group_query_attention:
@@ -227,7 +227,7 @@ def uncounted(args: Namespace) -> list[str]:
 def check_counted(args: Namespace) -> None:
     """Raise UserError if a job has a part that is not counted."""
     for _, shown in _other(args, dict.fromkeys(_UNCOUNTED, ())):
-        raise UserError(f"{shown}: not modelled; give a GPT with even stages and plain attention")
+        raise UserError(f"{shown}: not modelled; give a GPT with even stages")
     _check_modelled(args, _NOT_COUNTED)
 
 
@@ -251,8 +251,9 @@ def megatrons_memory(flags: Flags, w: Workload) -> tuple[float, float]:
 
     job = w.job
     args = Namespace(**{
-        **vars(flags.args), "kv_channels": w.channels, "ffn_hidden_size": w.mlp()[1], "padded_vocab_size": w.vocabulary,
-        "data_parallel_size": w.data, "world_size": w.gpus, "micro_batch_size": w.micro_batch,
+        **vars(flags.args), "kv_channels": w.job.channels[0], "ffn_hidden_size": w.mlp()[1],
+        "padded_vocab_size": w.vocabulary, "data_parallel_size": w.data, "world_size": w.gpus,
+        "micro_batch_size": w.micro_batch,
         "num_query_groups": job.num_query_groups or job.num_attention_heads, "sequence_parallel": w.sequence_parallel,
         "virtual_pipeline_model_parallel_size": w.virtual if w.virtual > 1 else None,
         "expert_tensor_parallel_size": job.expert_tensor_parallel_size or w.tensor,

@@ -18,10 +18,13 @@ def layer(w: Workload, hardware: Hardware, moe: bool = False) -> dict[str, float
     """{kind: ms} of a layer's forward and backward pass, for a micro-batch on one rank. moe: if it has experts."""
     system, job, tensor, trained = w.system, w.job, w.tensor, not w.job.frozen_base
     hidden = job.hidden_size / w.split
-    heads, qkv, fc1, ffn = (size / tensor for size in (w.heads, w.heads + 2 * w.groups, *w.mlp(moe)))
+    qkv = (w.query_channels + w.key_channels + w.value_channels) / tensor
+    heads, fc1, ffn = (size / tensor for size in (w.output_channels, *w.mlp(moe)))
     blocks = 1 + bool(fc1)  # attention, and an MLP of linears
     if system.level and system.transpose:  # here norms, activations and the join of QKV's gradients cast their outputs
         cast = heads + blocks * hidden
+        if job.multi_latent_attention:  # the up projections' gradients are not joined
+            cast += sum(rows for rows, _, across in job.attention if across) / tensor
     else:
         cast = (blocks * hidden + heads + ffn) + (qkv + fc1 + blocks * hidden)
     split = system.qkv
@@ -31,10 +34,10 @@ def layer(w: Workload, hardware: Hardware, moe: bool = False) -> dict[str, float
     residual = RESIDUAL_IN_GEMM if in_gemm else system.residual
     rope = job.position_embedding_type == "rope"
     moved = {
-        "norm": system.norm * 2 * hidden,
+        "norm": system.norm * (2 * hidden + _of_qk_norms(w)),
         "cast": system.cast * cast * w.fp8,
         "activation": system.activation * (0.6 * fc1 + 0.4 * ffn),
-        "rotary, QKV": split * qkv + system.rope * (w.heads + w.groups) / tensor * rope,
+        "rotary, QKV": split * qkv + system.rope * (w.query_channels + w.key_channels) / tensor * rope,
         "residual adds": residual * 2 * hidden,
     }
     weights = sum(rows * columns for rows, columns, _ in job.layer(moe)) / tensor
@@ -45,6 +48,13 @@ def layer(w: Workload, hardware: Hardware, moe: bool = False) -> dict[str, float
         kind: hardware.pass_ms(w.tokens * moved.get(kind, 0) + of_weights.get(kind, 0) + routed.get(kind, 0))
         for kind in kinds
     }
+
+
+def _of_qk_norms(w: Workload) -> float:
+    """Channels a token of --qk-layernorm's norms: of each head, or of what latent attention projects up."""
+    if w.job.multi_latent_attention:
+        return sum(w.job.qk_norms) / w.split
+    return (w.query_channels + w.key_channels) / w.tensor * w.job.qk_layernorm
 
 
 def _routed(w: Workload) -> dict[str, float]:

@@ -17,7 +17,7 @@ from .collectives import Traffic
 from .hardware import Hardware
 from .job import STATES, Job
 from .memory import SCRATCH, Rank, ranks_bytes
-from .systems import HOST_EXPERT
+from .systems import HOST_EXPERTS
 from .workload import MOE, Workload
 
 _WORKSPACE = 90e6  # cuBLAS's workspace and small buffers, in every system; 85 to 120 MB were measured
@@ -107,16 +107,15 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     calls = m * w.layers
     parts = {kind: ms for kind, ms in parts.items() if ms}
     layer = hardware.host_layer_ms * (w.system.tensor_host if w.job.tensor_model_parallel_size > 1 else 1)
-    of_experts = m * sum(w.job.of_stage(slowest)) * w.job.local_experts * _host_of_expert(w) * hardware.host_layer_ms
+    of_experts = m * sum(w.job.of_stage(slowest)) * _host_of_experts(w) * hardware.host_layer_ms
     host = 0 if w.graphed else hardware.host_ms + w.system.host + layer * calls + of_experts
     return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
 
 
-def _host_of_expert(w: Workload) -> float:
-    """The host's time for a routed expert, in parts of a layer's."""
-    if not w.together:
-        return HOST_EXPERT["one by one"]
-    return HOST_EXPERT["ours" if w.system.level else "te"]
+def _host_of_experts(w: Workload) -> float:
+    """The host's time for a layer's routed experts, in parts of a layer's."""
+    of_all, of_each = HOST_EXPERTS["one by one" if not w.together else "ours" if w.system.level else "te"]
+    return of_all + of_each * w.job.local_experts
 
 
 def _stage(w: Workload, hardware: Hardware, stage: int) -> dict[str, float]:
@@ -151,7 +150,7 @@ def _layer(w: Workload, hardware: Hardware, moe: bool, stage: int) -> dict[str, 
         parts["recomputation"] = w.again("layer") * forward
     else:
         sizes = [rows * columns for rows, columns, _ in w.job.layer(moe)]
-        mlp = linear[0] * sum(sizes[2:]) / sum(sizes) + experts[0]
+        mlp = linear[0] * sum(sizes[len(w.job.attention) :]) / sum(sizes) + experts[0]
         parts["recomputation"] = attention[0] * w.again("core_attn") + mlp * w.again(MOE if moe else "mlp")
     if w.job.dpo_reference:
         parts["reference's pass"] = forward

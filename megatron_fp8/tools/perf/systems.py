@@ -31,9 +31,11 @@ two shapes on one H200 (profile_ms, above what the dense parts take):
 BF16, 12.5 against 7.9 with Transformer Engine, 13.3 against 6.2 at O3 (docs/performance.md, where a step waits for its
 host).
 
-HOST_EXPERT has the host's time for a routed expert of a layer and micro-batch, in parts of a layer's. Four layers of
-Qwen3-30B-A3B, 128 experts a layer, two micro-batches: O3 with experts together 256 and 281 ms, Transformer Engine's
-grouped ones 494 and 645 (train_step_experts.csv), one by one in BF16 1,693 on another, slower host.
+HOST_EXPERTS has the host's time for a layer's experts and micro-batch, in parts of a layer's: what it takes however
+few there are on the rank, and for each. Four layers, two micro-batches, on one host (train_step_experts.csv, and
+Transformer Engine's delayed scaling of docs/performance.md; means of two): of 128 experts O3 took 268 ms and
+Transformer Engine 570, of 64 experts with latent attention 229 and 444. So the first number has latent attention's time
+in it. One by one in BF16 128 experts took 1,693 on another, slower host.
 """
 
 from collections.abc import Mapping
@@ -45,7 +47,7 @@ from .job import BYTES, STATES
 
 ROUTED_ACTIVATION = 27.0
 PERMUTE, PERMUTE_FUSED, REJOIN = 130.0, 55.0, 8.0
-HOST_EXPERT = {"one by one": 0.25, "te": 0.1, "ours": 0.045}
+HOST_EXPERTS = {"one by one": (0.0, 0.25), "te": (6.0, 0.059), "ours": (3.6, 0.0188)}
 STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer; embeddings and norms have it at our levels too
 
 

@@ -83,6 +83,10 @@ class Workload:
             raise UserError(
                 f"--pipeline-model-parallel-size 1: {self.virtual} virtual stages need 2 or more; change one"
             )
+        if self.job.multi_latent_attention and self.context > 1:
+            raise UserError(
+                f"--context-parallel-size {self.context} with --multi-latent-attention: not modelled; remove one"
+            )
         if self.job.num_experts and self.tensor > 1 and not self.sequence_parallel:
             raise UserError(
                 f"--num-experts {self.job.num_experts} with --tensor-model-parallel-size {self.tensor}: Megatron "
@@ -164,7 +168,7 @@ class Workload:
         """Whether a level's context parallelism fetches K and V from rank after rank."""
         from ...flags.stock import FETCHED_ABOVE  # late: a mistake in the flags must not wait for torch
 
-        whole = 4 * self.tokens * self.context * self.groups / self.tensor
+        whole = 2 * self.tokens * self.context * (self.key_channels + self.value_channels) / self.tensor
         return self.keys == "fetched" and whole > FETCHED_ABOVE
 
     def again(self, part: str) -> float:
@@ -176,23 +180,29 @@ class Workload:
         return float(self.recompute == "selective" and part in self.modules)
 
     @property
-    def heads(self) -> int:
-        """Channels of all query heads."""
-        return self.job.num_attention_heads * self.channels
+    def query_channels(self) -> int:
+        """Channels of all heads' queries."""
+        return self.job.num_attention_heads * self.job.channels[0]
 
     @property
-    def channels(self) -> int:
-        return self.job.kv_channels or self.job.hidden_size // self.job.num_attention_heads
+    def output_channels(self) -> int:
+        """Channels of attention's output: of all heads, as wide as values."""
+        return self.job.num_attention_heads * self.job.channels[1]
 
     @property
-    def groups(self) -> int:
-        """Channels of all query groups."""
-        return (self.job.num_query_groups or self.job.num_attention_heads) * self.channels
+    def key_channels(self) -> int:
+        """Channels of all query groups' keys."""
+        return self.job.query_groups * self.job.channels[0]
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of all query groups' values."""
+        return self.job.query_groups * self.job.channels[1]
 
     def mlp(self, moe: bool = False) -> tuple[int, int]:
         """(Width of fc1's output, of fc2's input) of a layer's MLP; with experts, of the shared ones, or zeros."""
-        layer = self.job.layer(moe)
-        return (layer[2][0], layer[3][1]) if len(layer) > 2 else (0, 0)
+        mlp = self.job.layer(moe)[len(self.job.attention) :]
+        return (mlp[0][0], mlp[1][1]) if mlp else (0, 0)
 
     @property
     def vocabulary(self) -> int:
