@@ -5,7 +5,7 @@ rows of all experts at once, each expert's with its own weight's scale, and take
 Both give what the weights, one after the other, would have done: the same amaxes, and the same sums in the same stores.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,25 +43,50 @@ class Bank:
             weight.await_gradient()
 
     def quantized(self) -> grouped.GroupedWeights:
-        """Each weight (N, K) in FP8."""
+        """Each weight (N, K) in FP8, and all in one memory: those stored in FP8 lie side by side in their bucket."""
+        if self.weights[0].stored is None:
+            self._quantize()
         return grouped.GroupedWeights(tuple(weight.quantized() for weight in self.weights))
 
+    def _quantize(self) -> None:
+        """Quantise BF16 weights, if one of them has changed: each would else have its copy in memory of its own, and a
+        grouped product would first copy them all."""
+        for weight in self.weights:
+            weight.arrive()
+        if not any(weight.outdated for weight in self.weights):
+            return
+        for weight in self.weights:
+            weight.drop_copies()
+        param, fmt = self.weights[0].param, self.weights[0].config.forward_format
+        room = torch.empty(len(self.weights), *param.shape, dtype=fmt.dtype, device=param.device)
+        for weight, at in zip(self.weights, room, strict=True):
+            weight.quantize(at)
+
     def transposed(self, w: grouped.GroupedWeights) -> grouped.GroupedWeights:
-        """Each W^T (K, N) of what `quantized` gave, valid until the next call on the same stream."""
+        """Each W^T (K, N) of what `quantized` gave, in one memory, valid until the next call on the same stream."""
         first, each = self.weights[0], w.each
-        if first.config.keep_transpose_cache:
-            kept = zip(self.weights, each, strict=True)
-            return grouped.GroupedWeights(tuple(weight.transposed(one) for weight, one in kept))
+        if not first.config.keep_transpose_cache:
+            room = self._transpose(each, first.scratch.like)
+            pairs = zip(room, each, strict=True)
+            return grouped.GroupedWeights(tuple(ScaledTensor(at, one.scale_inv) for at, one in pairs))
+        if not all(weight.has_transposed for weight in self.weights):
+            room = self._transpose(each, torch.Tensor.new_empty)
+            for weight, at in zip(self.weights, room, strict=True):
+                weight.keep_transposed(at)
+        kept = zip(self.weights, each, strict=True)
+        return grouped.GroupedWeights(tuple(weight.transposed(one) for weight, one in kept))
+
+    def _transpose(self, each: Sequence[ScaledTensor], empty: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """(E, K, N): each payload's transpose, in memory that empty(a payload, shape) gives."""
         n, k = each[0].payload.shape
-        room = first.scratch.like(each[0].payload, (len(each), k, n))
+        room = empty(each[0].payload, (len(each), k, n))
         together = grouped.spaced([one.payload for one in each])
         if together is not None:
             ops.transpose_each(together, room)
         else:
             for one, at in zip(each, room, strict=True):
                 ops.transpose(one.payload, out=at)
-        pairs = zip(room, each, strict=True)
-        return grouped.GroupedWeights(tuple(ScaledTensor(at, one.scale_inv) for at, one in pairs))
+        return room
 
     def cast(
         self, x: torch.Tensor, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool

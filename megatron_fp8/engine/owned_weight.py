@@ -318,25 +318,48 @@ class OwnedWeight:
         self.arrive()
         if self.stored is not None:
             return self.stored
-        if self._version != self.param._version:
-            self._quantized = self._transposed = None  # freed before their successors are allocated
-            fmt, weight = self.config.forward_format, self.param.detach()
-            # Validation without an optimizer (--skip-train) meets E4M3 weights in BF16: a power of two changes no bit.
-            scaled_to = power_of_two_scale if self.storage == "fp8" else compute_scale
-            scale = scaled_to(ops.amax(weight), fmt, margin=self.config.margin)
-            self._quantized = ScaledTensor(ops.quantize(weight, fmt, scale), scale.reciprocal())
-            self._version = self.param._version
+        if self.outdated:
+            self.drop_copies()
+            self.quantize()
         assert self._quantized is not None
         return self._quantized
+
+    @property
+    def outdated(self) -> bool:
+        """Whether a BF16 weight that is here is not quantised yet, or has changed since."""
+        return self.stored is None and self._version != self.param._version
+
+    def drop_copies(self) -> None:
+        """Free the copies in FP8, before their successors are allocated."""
+        self._quantized = self._transposed = None
+
+    def quantize(self, out: torch.Tensor | None = None) -> None:
+        """Quantise a BF16 weight anew, into `out` (N, K) if that is given; `quantized` gives the result."""
+        fmt, weight = self.config.forward_format, self.param.detach()
+        # Validation without an optimizer (--skip-train) meets E4M3 weights in BF16: a power of two changes no bit.
+        scaled_to = power_of_two_scale if self.storage == "fp8" else compute_scale
+        scale = scaled_to(ops.amax(weight), fmt, margin=self.config.margin)
+        self._quantized = ScaledTensor(ops.quantize(weight, fmt, scale, out=out), scale.reciprocal())
+        self._version = self.param._version
 
     def transposed(self, w: ScaledTensor) -> ScaledTensor:
         """W^T (K, N). w: the result of `quantized`. Valid until the next call on the same stream."""
         n, k = w.payload.shape
         if self.config.keep_transpose_cache:
             if self._transposed is None:
-                self._transposed = ops.transpose(w.payload)
+                self.keep_transposed(ops.transpose(w.payload))
+            assert self._transposed is not None
             return ScaledTensor(self._transposed, w.scale_inv)
         return ScaledTensor(ops.transpose(w.payload, out=self.scratch.like(w.payload, (k, n))), w.scale_inv)
+
+    @property
+    def has_transposed(self) -> bool:
+        """Whether W^T is kept."""
+        return self._transposed is not None
+
+    def keep_transposed(self, payload: torch.Tensor) -> None:
+        """Keep W^T (K, N) until the weight changes."""
+        self._transposed = payload
 
     def cast(
         self, x: Castable, role: int, *, columns: bool, rows: bool = True, training: bool, group=None

@@ -40,16 +40,20 @@ def quantize(
     transpose: bool = False,
     rows: bool = True,
     amax_out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
     """`encode` x (any shape; bf16, fp16 or fp32) with `scale` (0-d float32).
 
-    Returns the payload, contiguous, of x's shape. With transpose=True returns (payload, payload_t): payload_t is (K, M)
-    contiguous, for x viewed as (M, K) with K its last dimension. With rows=False as well, the payload is not written:
-    (None, payload_t). amax_out (0-d float32) becomes max(amax_out, max|x|), NaN and infinity included.
+    Returns the payload, contiguous, of x's shape; it is written to `out` if that is given. With transpose=True returns
+    (payload, payload_t): payload_t is (K, M) contiguous, for x viewed as (M, K) with K its last dimension. With
+    rows=False as well, the payload is not written: (None, payload_t). amax_out (0-d float32) becomes max(amax_out,
+    max|x|), NaN and infinity included.
     """
     if amax_out is not None:
         torch.maximum(amax_out, amax(x), out=amax_out)
     payload = encode(x.contiguous(), fmt, scale)
+    if out is not None:
+        payload = out.copy_(payload)
     if not transpose:
         return payload
     return (payload if rows else None), payload.view(-1, x.shape[-1]).t().contiguous()

@@ -20,7 +20,11 @@ def experts(flags: str, ranks: int = 1, **env: str):
     found = [json.loads(line.removeprefix("expert ")) for line in run.lines if line.startswith("expert {")]
     for weight in found:
         del weight["gradients"]  # of those that came one by one
-    together = [int(n) for n in re.findall(r"^together (\d+)$", "\n".join(run.lines), re.MULTILINE)]
+    together, copied = (
+        [int(n) for n in re.findall(rf"^{what} (\d+)$", "\n".join(run.lines), re.MULTILINE)]
+        for what in ("together", "copied")
+    )
+    assert copied == [0] * ranks  # the weights of a product lie together, as they are
     exact = re.findall(r"exact lm loss ([^\s;]+)", "\n".join(run.lines))
     assert len(exact) == 5
     return exact, run.grad_norms, {(line["key"], line["rank"]): line for line in found}, together
@@ -29,6 +33,7 @@ def experts(flags: str, ranks: int = 1, **env: str):
 CASES = [
     ("--fp8-level O3", 1),
     (f"--fp8-level O1 {SPREAD}", 2),
+    ("--fp8-level O2 --keep-fp8-transpose-cache", 1),
     *(
         pytest.param(f"--fp8-level {flags}", ranks, marks=pytest.mark.slow)
         for flags, ranks in [

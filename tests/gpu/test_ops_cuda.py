@@ -182,6 +182,16 @@ def test_quantize_only_raises_amax(fmt):
 
 
 @formats
+def test_quantize_into_a_part_of_memory(fmt):
+    x, scale = torch.randn(3, 48, 32), torch.tensor(fmt.max / 8)
+    out = put(torch.zeros(3, 48, 32)).to(fmt.dtype)
+    made = ops.quantize(put(x[1]), fmt, put(scale), out=out[1])
+    assert made.data_ptr() == out[1].data_ptr()
+    codes, expected = out.cpu().view(torch.uint8), reference.quantize(x[1], fmt, scale).view(torch.uint8)
+    assert torch.equal(codes[1], expected) and not codes[0].any() and not codes[2].any()
+
+
+@formats
 def test_quantize_nothing(fmt):
     payload, payload_t = ops.quantize(put(torch.empty(0, 32)), fmt, put(torch.tensor(1.0)), transpose=True)
     assert payload.shape == (0, 32) and payload_t.shape == (32, 0)

@@ -1,4 +1,5 @@
-"""owned_experts.py with --moe-grouped-gemm, whose undefined memory is poisoned; says how often experts ran together.
+"""owned_experts.py with --moe-grouped-gemm, whose undefined memory is poisoned; says how often experts ran together,
+and how many products would have copied all of their weights first on a GPU.
 
     grouped_experts.py [FLAGS]      FP8_TEST_LOOP=1  they run one by one nevertheless
 """
@@ -19,10 +20,12 @@ from megatron_fp8.layers import experts
 from megatron_fp8.ops.groups import TILE
 
 rows, sums, cast, together = grouped.rows, grouped.sums, ops.quantize_groups, experts.experts_together
-calls = 0
+calls = copies = 0
 
 
 def poisoned_rows(a, weights, out, **how):
+    global copies
+    copies += weights.payload().data_ptr() != weights.each[0].payload.data_ptr()
     return rows(a, weights, out.fill_(torch.nan), **how)
 
 
@@ -51,5 +54,5 @@ grouped.rows, grouped.sums, ops.quantize_groups = poisoned_rows, poisoned_sums, 
 experts.experts_together = counted
 if os.environ.get("FP8_TEST_LOOP"):
     Bank.ready = False
-atexit.register(lambda: print(f"together {calls}", flush=True))
+atexit.register(lambda: print(f"together {calls}\ncopied {copies}", flush=True))
 runpy.run_path(str(ROOT / "tests/scripts/owned_experts.py"), run_name="__main__")

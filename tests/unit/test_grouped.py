@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_fp8 import ops
+from megatron_fp8.engine.bank import Bank
 from megatron_fp8.engine.build import whole_banks
-from megatron_fp8.engine.owned_weight import in_forward_order
+from megatron_fp8.engine.owned_weight import OwnedWeight, in_forward_order
 from megatron_fp8.gemm import grouped
 from megatron_fp8.gemm.cutlass import Cutlass, GroupedKernel
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -99,6 +100,31 @@ def test_matrices_at_equal_distances_are_one():
     for starts in ((0, 12, 25), (24, 12, 0), (0, 11, 22), (0, 0)):
         assert grouped.spaced(at(*starts)) is None
     assert grouped.spaced([torch.zeros(3, 4), torch.zeros(3, 4)]) is None
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_bank_has_its_copies_in_one_memory(kept):
+    """So no product copies them; each is what its weight makes alone, also when one of them has changed."""
+    config = SimpleNamespace(
+        gemm="fp8", weight="bf16", emulate=None, forward_format=E4M3, margin=0, keep_transpose_cache=kept
+    )
+    params = [torch.nn.Parameter(torch.randn(32, 48).bfloat16() * 10**i, requires_grad=False) for i in range(3)]
+    bank, alone = (Bank([OwnedWeight(param, config) for param in params]) for _ in range(2))
+    for _ in range(2):
+        singly = [weight.quantized() for weight in alone.weights]
+        w = bank.quantized()
+        again, w_t = bank.quantized(), bank.transposed(w)
+        for made in (w, again, w_t):
+            assert made.payload().data_ptr() == made.each[0].payload.data_ptr() == made.payload()[0].data_ptr()
+        assert again.payload().data_ptr() == w.payload().data_ptr()
+        assert bank.transposed(again).payload().data_ptr() == w_t.payload().data_ptr()
+        for one, mine, turned in zip(singly, w.each, w_t.each, strict=True):
+            assert torch.equal(mine.payload.view(torch.uint8), one.payload.view(torch.uint8))
+            assert torch.equal(turned.payload.view(torch.uint8), one.payload.view(torch.uint8).t())
+            assert mine.scale_inv == one.scale_inv == turned.scale_inv
+        params[1].detach().mul_(3)
+        for weight in (bank.weights[1], alone.weights[1]):
+            weight.invalidate()
 
 
 def weight(path, layer, expert=None, together=True):

@@ -282,10 +282,11 @@ def quantize(
     transpose: bool = False,
     rows: bool = True,
     amax_out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor | None, torch.Tensor]:
-    """See reference.quantize. One pass; amax_out must not be negative."""
+    """See reference.quantize. One pass; amax_out must not be negative, and `out` must be contiguous."""
     x = x.contiguous()
-    payload = empty_payload(x, x.shape, fmt) if rows else None
+    payload = (empty_payload(x, x.shape, fmt) if out is None else out) if rows else None
     if not transpose:
         _launch_flat(x, scale, payload, amax_out, fmt)
         return payload
