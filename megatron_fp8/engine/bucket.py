@@ -37,7 +37,7 @@ from ..ops.adam import AdamHyper, adam_step
 from ..ops.adam_states import State, read_master, write_master, write_state
 from . import bucket_states
 from .grad_store import GradSink, grad_store
-from .owned_weight import OwnedWeight
+from .owned_weight import OwnedWeight, whole_banks
 from .partition import place
 from .set_parts import SetParts
 
@@ -76,9 +76,9 @@ class Bucket:
         self.sharded = parts.sharded and group.size() > 1
         self.scaling = scaling = parts.weight_scaling if in_fp8 else None
         self._first = parts.places[weights[0]] if in_fp8 else 0
-        sizes = [w.param.numel() for w in weights]
-        assert all(size % BLOCK == 0 for size in sizes)  # both sides are multiples of 16, by the GEMM's rules
-        placed = place(sizes, group.size(), fp8.partition)
+        units = [[w.param.numel() for w in unit] for unit in whole_banks(weights)]
+        assert all(w.param.numel() % BLOCK == 0 for w in weights)  # both sides are multiples of 16, by the GEMM's rules
+        placed = place([sum(unit) for unit in units], group.size(), fp8.partition).cut_into(units)
         self.gaps, self.numel = placed.gaps, placed.numel
         device = weights[0].param.device
         self.grads = grad_store(group.size(), placed.row, fp8.grad_accum, device)

@@ -17,7 +17,7 @@ from .frozen import show_to_stock
 from .frozen_set import freeze
 from .gatherer import ChunkGather
 from .optimizer import Archive, EngineOptimizer
-from .owned_weight import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights
+from .owned_weight import OwnedWeight, Scratch, in_forward_order, name_weights, owned_weights, whole_banks
 from .partition import bucket_size, cut
 from .reducer import ChunkReducer
 from .reductions import reduction
@@ -99,6 +99,8 @@ class _Build:
         """A set: its weights, given in model order, are moved into buckets; frozen ones are not."""
         fp8, frozen = self.fp8, [weight for weight in weights if not weight.trained]
         plans = [self._plan(chunk, set(weights).difference(frozen), of.data.size()) for chunk in self.chunks]
+        if torch.distributed.get_rank() == 0 and (line := parted_banks(weights, list(itertools.chain(*plans)))):
+            print(f"[fp8] {line}", flush=True)
         ordered = [weight for plan in plans for run in plan for weight in run]
         scaling, slots = _operand_scales(fp8, weights)
         weight_scaling, places = _weight_scales(fp8, ordered, of)
@@ -147,9 +149,23 @@ class _Build:
         return sorted(runs, key=lambda run: backward.index(run[-1]))
 
 
-def whole_banks(weights: list[OwnedWeight]) -> list[list[OwnedWeight]]:
-    """The weights in their order, neighbours of one bank together: they lie in one bucket."""
-    return [list(same) for _, same in itertools.groupby(weights, key=lambda weight: weight.bank or id(weight))]
+def parted_banks(weights: list[OwnedWeight], runs: list[list[OwnedWeight]]) -> str:
+    """A line about banks whose weights are in different buckets, or partly frozen; empty if there are none. Their
+    gradients are made one by one (gemm/grouped.py). runs: the weights of each bucket."""
+    of_run = {weight: i for i, run in enumerate(runs) for weight in run}
+    banks: dict[tuple[str, int], list[OwnedWeight]] = {}
+    for weight in weights:
+        if weight.bank is not None:
+            banks.setdefault(weight.bank, []).append(weight)
+    parted = [same for same in banks.values() if len({of_run.get(weight) for weight in same}) > 1]
+    if not parted:
+        return ""
+    n, k = parted[0][0].param.shape
+    more = f", and {len(parted) - 1} more" if parted[1:] else ""
+    return (
+        f"--moe-grouped-gemm: the experts' weights of {parted[0][0].name} ({len(parted[0])} x {n} x {k}){more} do not "
+        "lie together, and each gradient is a GEMM of its own: train them all or none, with the same optimizer settings"
+    )
 
 
 def _weight_scales(

@@ -11,6 +11,7 @@ costs a byte a weight and saves a pass a micro-batch.
 """
 
 import contextlib
+import itertools
 import math
 import re
 import weakref
@@ -473,3 +474,8 @@ def in_forward_order(weights: list[OwnedWeight]) -> list[OwnedWeight]:
 
     blocks = {block(weight): i for i, weight in reversed(list(enumerate(weights)))}
     return sorted(weights, key=place)
+
+
+def whole_banks(weights: list[OwnedWeight]) -> list[list[OwnedWeight]]:
+    """The weights in their order, neighbours of one bank together: they lie in one bucket, side by side."""
+    return [list(same) for _, same in itertools.groupby(weights, key=lambda weight: weight.bank or id(weight))]

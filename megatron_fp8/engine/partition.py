@@ -54,6 +54,12 @@ class Placement:
         edges = [0, *(edge for span in sorted(self.spans) for edge in span), self.numel]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
+    def cut_into(self, parts: list[list[int]]) -> "Placement":
+        """The same, each weight being several of the given sizes, back to back."""
+        starts = [start + before for start, sizes in zip(self.starts, parts, strict=True)
+                  for before in accumulate(sizes[:-1], initial=0)]  # fmt: skip
+        return Placement(self.row, starts, [size for sizes in parts for size in sizes], self.ranks)
+
     def owned(self, rank: int) -> list[tuple[int, int, int]]:
         """The pieces of row `rank`, in order: (index of the weight, start, stop), in the flat buffer."""
         first, last = rank * self.row, (rank + 1) * self.row

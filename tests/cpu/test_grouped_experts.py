@@ -20,11 +20,11 @@ def experts(flags: str, ranks: int = 1, **env: str):
     found = [json.loads(line.removeprefix("expert ")) for line in run.lines if line.startswith("expert {")]
     for weight in found:
         del weight["gradients"]  # of those that came one by one
-    together, copied = (
+    together, copied, looped = (
         [int(n) for n in re.findall(rf"^{what} (\d+)$", "\n".join(run.lines), re.MULTILINE)]
-        for what in ("together", "copied")
+        for what in ("together", "copied", "looped")
     )
-    assert copied == [0] * ranks  # the weights of a product lie together, as they are
+    assert copied == looped == [0] * ranks  # the weights of a product lie together as they are, and so do the gradients
     exact = re.findall(r"exact lm loss ([^\s;]+)", "\n".join(run.lines))
     assert len(exact) == 5
     return exact, run.grad_norms, {(line["key"], line["rank"]): line for line in found}, together
@@ -39,7 +39,7 @@ CASES = [
         for flags, ranks in [
             (f"O2 {SPREAD} --overlap-grad-reduce --overlap-param-gather", 2),
             (f"O3 {SPREAD} --fp8-grad-accum fp32 --recompute-granularity selective --recompute-modules moe", 2),
-            ("O3 --fp8-grad-accum bf16 --fp8-partition greedy", 1),
+            (f"O3 {ALONE} --fp8-grad-accum bf16 --fp8-partition greedy --moe-ffn-hidden-size 80", 2),
             ("O3 --moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input", 1),
             (f"O3 {SPREAD} --num-experts 2 --keep-fp8-transpose-cache", 2),  # one expert a rank
             (f"O3 {ALONE} --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 0.5", 1),

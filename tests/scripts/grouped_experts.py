@@ -1,5 +1,5 @@
 """owned_experts.py with --moe-grouped-gemm, whose undefined memory is poisoned; says how often experts ran together,
-and how many products would have copied all of their weights first on a GPU.
+and how many products would on a GPU have copied all of their weights first, or been a loop over their gradients.
 
     grouped_experts.py [FLAGS]      FP8_TEST_LOOP=1  they run one by one nevertheless
 """
@@ -20,7 +20,7 @@ from megatron_fp8.layers import experts
 from megatron_fp8.ops.groups import TILE
 
 rows, sums, cast, together = grouped.rows, grouped.sums, ops.quantize_groups, experts.experts_together
-calls = copies = 0
+calls = copies = loops = 0
 
 
 def poisoned_rows(a, weights, out, **how):
@@ -30,6 +30,8 @@ def poisoned_rows(a, weights, out, **how):
 
 
 def poisoned_sums(dy, x, into, accumulate=False):
+    global loops
+    loops += grouped.spaced(into) is None
     for place in into if not accumulate else ():
         place.fill_(torch.nan)
     sums(dy, x, into, accumulate=accumulate)
@@ -54,5 +56,5 @@ grouped.rows, grouped.sums, ops.quantize_groups = poisoned_rows, poisoned_sums, 
 experts.experts_together = counted
 if os.environ.get("FP8_TEST_LOOP"):
     Bank.ready = False
-atexit.register(lambda: print(f"together {calls}\ncopied {copies}", flush=True))
+atexit.register(lambda: print(f"together {calls}\ncopied {copies}\nlooped {loops}", flush=True))
 runpy.run_path(str(ROOT / "tests/scripts/owned_experts.py"), run_name="__main__")

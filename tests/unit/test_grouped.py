@@ -7,8 +7,8 @@ import torch
 
 from megatron_fp8 import ops
 from megatron_fp8.engine.bank import Bank
-from megatron_fp8.engine.build import whole_banks
-from megatron_fp8.engine.owned_weight import OwnedWeight, in_forward_order
+from megatron_fp8.engine.build import parted_banks
+from megatron_fp8.engine.owned_weight import OwnedWeight, in_forward_order, whole_banks
 from megatron_fp8.gemm import grouped
 from megatron_fp8.gemm.cutlass import Cutlass, GroupedKernel
 from megatron_fp8.numerics.formats import E4M3, E5M2
@@ -127,9 +127,29 @@ def test_a_bank_has_its_copies_in_one_memory(kept):
             weight.invalidate()
 
 
+class Weight(SimpleNamespace):
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+
 def weight(path, layer, expert=None, together=True):
     bank = (path.replace(f".local_experts.{expert}.", "."), layer) if expert is not None and together else None
-    return SimpleNamespace(path=path, layer_number=layer, expert=expert, bank=bank, param=torch.empty(4, 4))
+    return Weight(path=path, layer_number=layer, expert=expert, bank=bank, param=torch.empty(4, 4))
+
+
+def test_banks_that_are_parted_are_named():
+    """In two buckets, or partly frozen: one line, with the first one's name and shape."""
+    fc1 = "decoder.layers.mlp.experts.local_experts.{}.linear_fc1"
+    one, other = ([weight(fc1.format(e), layer, e) for e in range(3)] for layer in (1, 2))
+    dense = [weight("decoder.layers.self_attention.linear_qkv", 1)]
+    for w in (*one, *other):
+        w.name = f"layer {w.layer_number} expert {w.expert}"
+    assert parted_banks([*one, *other, *dense], [one, [*other, *dense]]) == ""
+    assert parted_banks([*one, *other], [other]) == ""  # a frozen one
+    for runs in ([one[:1], one[1:], other], [one[:2], other]):
+        line = parted_banks([*one, *other], runs)
+        assert "of layer 1 expert 0 (3 x 4 x 4) do not lie together" in line
+        assert "train them all or none, with the same optimizer settings" in line
+    assert "(3 x 4 x 4), and 1 more do not" in parted_banks([*one, *other], [one[:2], other[:1], other[1:]])
 
 
 @pytest.mark.parametrize("together", [False, True])

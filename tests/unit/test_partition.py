@@ -31,6 +31,23 @@ def largest_first(sizes: list[int], ranks: int) -> list[int]:
     return loads
 
 
+@pytest.mark.parametrize("how", HOWS)
+@given(units=st.lists(st.lists(small | alike, min_size=1, max_size=9), min_size=1), ranks=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_banks_are_placed_whole(how, units, ranks):
+    """A unit's weights lie back to back where the unit was placed, and every element still has one place."""
+    whole = place([sum(unit) for unit in units], ranks, how)
+    placed = whole.cut_into(units)
+    assert placed.sizes == [size for unit in units for size in unit] and placed.row == whole.row
+    spans = iter(placed.spans)
+    for (start, stop), unit in zip(whole.spans, units, strict=True):
+        mine = [next(spans) for _ in unit]
+        assert mine[0][0] == start and mine[-1][1] == stop
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(mine))
+    assert placed.gaps == whole.gaps
+    assert placed.cut_into([[size] for size in placed.sizes]) == placed
+
+
 def best(sizes: list[int], ranks: int) -> int:
     """The smallest maximum of all ways to deal out whole weights."""
     ways = itertools.product(range(ranks), repeat=len(sizes))
