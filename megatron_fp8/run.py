@@ -202,6 +202,7 @@ class Run:
         from .engine.names import ranges
         from .engine.owned_weight import owned_weights
         from .engine.report import measure, summary
+        from .layers.dispatch import check_dispatch
         from .layers.emulated_head import count_updates
         from .layers.layer_choice import check_chosen
         from .monitor.collect import attach
@@ -214,6 +215,7 @@ class Run:
         if frozen := check_linears(fp8, chunks):
             say([f"frozen by the script, without gradients and states: {ranges(frozen)}"])
         self.chunks, self.layers_differ = chunks, layers_differ(chunks)
+        check_dispatch(fp8, chunks)
         # The chain.
         chain = make()
         check_stage(args.save, chunks)

@@ -11,6 +11,7 @@ import torch
 
 from .. import gemm, ops
 from ..gemm import grouped
+from ..numerics.formats import Format, decode
 from ..numerics.scaled import ScaledTensor
 from ..ops.groups import Groups
 from .grad_store import GradSink
@@ -92,18 +93,52 @@ class Bank:
         self, x: torch.Tensor, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool
     ) -> grouped.GroupedTensor:
         """Cast x, (R, K) as given or (R', K) padded, to the format of its role. In training its amaxes count."""
-        first = self.weights[0]
-        scaling, config = first.casts.scaling, first.config
+        scaling = self.weights[0].casts.scaling
         assert scaling is not None
         slots = self._slots_on(x.device)[role]
-        fmt = config.forward_format if role == INPUT else config.grad_format
         largest = torch.zeros(len(slots), device=x.device) if training else None
         payload, payload_t = ops.quantize_groups(
-            x, groups, fmt, scaling.scale[slots], rows=rows, columns=columns, amax_out=largest
+            x, groups, self._format(role), scaling.scale[slots], rows=rows, columns=columns, amax_out=largest
         )
         if largest is not None:
             scaling.amax[slots] = torch.maximum(scaling.amax[slots], largest)
         return grouped.GroupedTensor(groups, scaling.scale_inv[slots], payload, payload_t)
+
+    def send(
+        self, x: torch.Tensor, role: int, source: torch.Tensor, expert: torch.Tensor, *, training: bool
+    ) -> torch.Tensor:
+        """Rows of x (T, K) in their role's format (R, K), each for an expert of any rank and with that one's scale.
+
+        source, expert: (R,), the row of x and the expert's number among those of all ranks. In training the amaxes
+        count. The first call of a step is collective over the ranks of expert parallelism.
+        """
+        first = self.weights[0]
+        assert first.casts.dispatch is not None
+        scale, largest = first.casts.dispatch.of(first.casts.slots, role)
+        amax_out = largest if training else None
+        return ops.quantize_routed(x, source, expert, self._format(role), scale, amax_out=amax_out)
+
+    def received(
+        self, codes: torch.Tensor, role: int, groups: Groups, *, rows: bool, columns: bool
+    ) -> grouped.GroupedTensor:
+        """As `cast`, of rows (R, K) that some ranks' `send` has made for these experts in this step."""
+        payload, payload_t = ops.spread_groups(codes, groups, rows=rows, columns=columns)
+        return grouped.GroupedTensor(groups, self._scale_inv(codes.device, role), payload, payload_t)
+
+    def decoded(self, codes: torch.Tensor, role: int, counts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values (R, K) of such rows, counts (E,) of each expert. With the same scales they are cast to the same
+        codes again."""
+        expert = torch.repeat_interleave(torch.arange(len(counts)), counts.cpu()).to(codes.device)
+        return (decode(codes) * self._scale_inv(codes.device, role)[expert][:, None]).to(dtype)
+
+    def _format(self, role: int) -> Format:
+        config = self.weights[0].config
+        return config.forward_format if role == INPUT else config.grad_format
+
+    def _scale_inv(self, device: torch.device, role: int) -> torch.Tensor:
+        scaling = self.weights[0].casts.scaling
+        assert scaling is not None
+        return scaling.scale_inv[self._slots_on(device)[role]]
 
     def _slots_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if self._slots is None:

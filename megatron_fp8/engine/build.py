@@ -8,10 +8,12 @@ from megatron.core.optimizer import _get_param_groups, get_standard_config_overr
 from megatron.core.utils import get_model_config
 
 from ..flags.config import Fp8Config
+from ..flags.dispatch import OFF
 from ..numerics.scaling import DelayedScaling, WeightScaling
 from ..rebind import Hook, When
 from .bucket import Bucket
 from .chain import Fp8ChainedOptimizer
+from .dispatch_scales import DispatchScales
 from .events import Events
 from .frozen import show_to_stock
 from .frozen_set import freeze
@@ -114,6 +116,7 @@ class _Build:
             self.device,
             scaling,
             slots,
+            _dispatch_scales(fp8, of, scaling, slots),
             weight_scaling,
             places,
         )
@@ -194,6 +197,19 @@ def _operand_scales(
         users[0].param.device,
     )
     return scaling, {weight: (2 * i, 2 * i + 1) for i, weight in enumerate(users)}
+
+
+def _dispatch_scales(
+    fp8: Fp8Config, of: WeightGroups, scaling: DelayedScaling | None, slots: dict[OwnedWeight, tuple[int, int]]
+) -> DispatchScales | None:
+    """With --fp8-dispatch, the scales of the experts on all ranks of expert parallelism."""
+    if fp8.dispatch == OFF or of.dispatch is None or scaling is None:
+        return None
+    banks: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for weight, pair in slots.items():
+        assert weight.bank is not None
+        banks.setdefault(weight.bank, []).append(pair)
+    return DispatchScales(scaling, list(banks.values()), of.dispatch)
 
 
 def _our_param_groups(model_chunks, ours: set[torch.Tensor], config, overrides) -> list[dict]:

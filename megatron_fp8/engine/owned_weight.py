@@ -35,6 +35,7 @@ from .frozen import own, refuse_changed, refuse_unattached
 from .grad_store import GradSink
 
 if TYPE_CHECKING:
+    from .dispatch_scales import DispatchScales
     from .set_parts import SetParts
     from .weight_groups import WeightGroups
 
@@ -70,12 +71,14 @@ class Casts:
 
     Attributes:
         scaling, slots: delayed scaling's state and the places of INPUT and GRAD in it; None for tensorwise.
+        dispatch: the scales of other ranks' experts, for an expert's linear (--fp8-dispatch); else None.
     """
 
     def __init__(self, config: Fp8Config):
         self._config = config
         self.scaling: DelayedScaling | None = None
         self.slots: tuple[int, int] = (0, 0)
+        self.dispatch: DispatchScales | None = None
 
     def quantize(
         self, x: Castable, role: int, *, columns: bool, rows: bool, training: bool, group
@@ -199,6 +202,7 @@ class OwnedWeight:
         self.sink, self._load, self._on_gradient = sink, load, on_gradient
         if self in parts.slots:
             self.casts.scaling, self.casts.slots = parts.scaling, parts.slots[self]
+            self.casts.dispatch = parts.dispatch
 
     def stand_beside(self, twin: "OwnedWeight", load: Callable[[torch.Tensor], None]) -> None:
         """Compute as `twin` does, the same weight of another model, with the scales of its casts.

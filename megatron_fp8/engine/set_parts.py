@@ -7,6 +7,7 @@ import torch
 
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling, WeightScaling
+from .dispatch_scales import DispatchScales
 from .events import Events
 from .owned_weight import OwnedWeight, Scratch
 from .reductions import Reduction
@@ -24,6 +25,7 @@ class SetParts:
         reduction: how the gradients are summed.
         events, scratch, device: the engine's.
         scaling, slots: delayed scaling of the linears' operands, or None; and each weight's two places in it.
+        dispatch: the scales of other ranks' experts, if rows are sent to them in FP8; else None.
         weight_scaling, places: the scales of the weights that are stored in E4M3, or None; and each weight's place.
     """
 
@@ -36,5 +38,6 @@ class SetParts:
     device: torch.device
     scaling: DelayedScaling | None = None
     slots: Mapping[OwnedWeight, tuple[int, int]] = field(default_factory=dict)
+    dispatch: DispatchScales | None = None
     weight_scaling: WeightScaling | None = None
     places: Mapping[OwnedWeight, int] = field(default_factory=dict)

@@ -36,6 +36,7 @@ class WeightGroups:
         mean: the factor from the sum over `data` to the gradient.
         rank: this process's, among the tensor-parallel ranks: they have other parts of the same weights.
         place: tells the buckets of this `data` group from those of all others, in keys of checkpoints.
+        dispatch: the ranks that send each other the rows of their experts; None if the weights are no experts'.
     """
 
     name: str
@@ -48,6 +49,7 @@ class WeightGroups:
     mean: float
     rank: int
     place: str
+    dispatch: ProcessGroup | None = None
 
     def identity(self, weight: OwnedWeight, seed: int) -> tuple[int, ...]:
         """Numbers that only this rank's part of this weight has, in a run of that seed."""
@@ -107,6 +109,7 @@ def experts(linears: WeightGroups, sharded: bool) -> WeightGroups:
         mean=linears.mean,
         rank=rank,
         place=f"experts{others.rank()}",
+        dispatch=mpu.get_expert_model_parallel_group(),
     )
 
 

@@ -63,6 +63,8 @@ class WeightSet:
             weight.begin_step(steps + 1)
         if self.scaling is not None:
             self.scaling.amax.zero_()  # of a step that was skipped
+        if self.parts.dispatch is not None:
+            self.parts.dispatch.begin_step()
         self.reduction.begin_step()
 
     def sum_gradients(self, num_tokens: torch.Tensor | None) -> None:
@@ -113,6 +115,8 @@ class WeightSet:
             gather.begin()
         if self.weight_scaling is not None:
             self.weight_scaling.end_step()
+        if self.parts.dispatch is not None:
+            self.parts.dispatch.settle()
         if self.scaling is not None:
             self.scaling.update(self.of.amax)
         self.reduction.end_step(steps)

@@ -18,6 +18,7 @@ from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
 from . import args_file, emulate, gemm, gradients, graphs, level, log, probe, sharpness, watch
 from .activations import ACTIVATIONS, activations, activations_line
+from .dispatch import DISPATCH, dispatch
 from .emulate import BF16_FLAG, EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
 from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
@@ -56,7 +57,7 @@ ALL = (
     *level.FLAGS,
     *gradients.FLAGS,
     *emulate.FLAGS,
-    *(BF16_LAYERS, LM_HEAD, EXPERTS, ACTIVATIONS, COMPACT, ATTENTION),
+    *(BF16_LAYERS, LM_HEAD, EXPERTS, DISPATCH, ACTIVATIONS, COMPACT, ATTENTION),
     *gemm.FLAGS,
     *log.FLAGS,
     *sharpness.FLAGS,
@@ -82,6 +83,7 @@ class Fp8Config:
         bf16_layers: patterns of the linears that stay in BF16.
         lm_head: whether the LM head's GEMMs are FP8 too.
         experts: whether routed experts are owned too.
+        dispatch: what of their rows travels in FP8: "off", "forward" or "both" (flags/dispatch.py).
         activations: whether norms and activation functions keep their inputs for the backward pass in FP8.
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
         grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
@@ -128,6 +130,7 @@ class Fp8Config:
     bf16_layers: tuple[str, ...]
     lm_head: bool
     experts: bool
+    dispatch: str
     activations: bool
     keep_transpose_cache: bool
     grad_reduce_hierarchy: str
@@ -224,6 +227,7 @@ def config_from_args(args: Namespace, of_model: bool = True) -> Fp8Config | None
         bf16_layers=() if patterns is None else read_patterns(BF16_FLAG, patterns),
         lm_head=_lm_head(args, cells["gemm"]),
         experts=_experts(args, cells["grad_reduce"], of_model),
+        dispatch=dispatch(args, cells["gemm"]),
         activations=activations(args, cells["gemm"]),
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         grad_reduce_hierarchy=gradients.hierarchy(args, cells["grad_reduce"]),

@@ -13,6 +13,8 @@ of zeros are added to it, with the probability zero, and cut off the result: the
 An expert without a token gets padding alone, in BF16 one row. So each expert takes a gradient in each micro-batch, this
 one exactly zero, and its bucket goes out on all ranks at the same place of the backward pass.
 
+With --fp8-dispatch the rows come in FP8 (dispatch.py), if the pass may be grouped as far as all ranks know.
+
 One after the other, the host waits for the number of tokens of each expert, as in stock.
 """
 
@@ -26,6 +28,8 @@ from ..engine.bank import Bank
 from ..flags.numeric_checks import GEMM_MULTIPLE
 from .grouped_experts import experts_together
 from .linear import hooked
+
+type Banks = tuple[Bank, Bank]  # of fc1 and of fc2
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -47,9 +51,10 @@ class Fp8Experts(SequentialMLP):
             for linear in (expert.linear_fc1, expert.linear_fc2):
                 linear.owned.belong_to_expert(number)
         self._linears = [(expert.linear_fc1, expert.linear_fc2) for expert in self.local_experts]
-        self._banks: tuple[Bank, ...] = ()
+        self._banks: Banks | None = None
         if self.local_experts[0].linear_fc1.owned.config.draws_grouped:
-            self._banks = tuple(Bank([linear.owned for linear in same]) for same in zip(*self._linears, strict=True))
+            fc1, fc2 = zip(*self._linears, strict=True)
+            self._banks = Bank([linear.owned for linear in fc1]), Bank([linear.owned for linear in fc2])
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
         """(rows (R, h), the number of each local expert's, probabilities (R,)) -> (rows (R, h), None)."""
@@ -64,9 +69,18 @@ class Fp8Experts(SequentialMLP):
         each = zip(self.local_experts, rows.split(counts), probs.split(counts), strict=True)
         return torch.cat([_padded(expert, x, p) for expert, x, p in each]), None
 
+    def may_get_codes(self) -> Banks | None:
+        """(fc1's bank, fc2's) if rows may be sent in FP8 in the pass that begins: the same on all ranks that have
+        experts of the layer, which `check_dispatch` has seen to (dispatch.py). Else None."""
+        return self._banks if self._banks and all(bank.ready for bank in self._banks) else None
+
+    def reads_codes(self) -> bool:
+        """Whether they may stay in FP8 here, if there are any."""
+        return self._together() and not hooked(self)
+
     def _together(self) -> bool:
         """Whether the pass that begins may be grouped; see the top of the file."""
-        return all(bank.ready for bank in self._banks) and not any(hooked(m) for pair in self._linears for m in pair)
+        return self.may_get_codes() is not None and not any(hooked(m) for pair in self._linears for m in pair)
 
 
 def _padded(expert, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,9 @@ Between the products the rows are padded (ops/groups.py). What the padding holds
 the casts replace it by zeros, and what is cut leaves it out. The activation function, and how the probabilities are
 multiplied in, are stock's: its MLP runs, with products of all experts in the place of its two linears.
 
+Rows may come in FP8 (--fp8-dispatch, dispatch.py): then they are only padded, and x is a ticket that carries them in a
+`Box`. In the same way the gradient of the result may come.
+
 Each expert's rows are cast with its own weight's scale. So the results are those of experts that run one after the
 other, if the products are: on the CPU bit for bit (tests/cpu/test_grouped_experts.py).
 """
@@ -22,17 +25,62 @@ from ..gemm import grouped
 from ..ops.groups import Groups, groups_of
 
 
+class Box:
+    """Rows (R, K) in FP8 for a grouped product, which finds the box on its input; or on the gradient's way, if the
+    product has left it on its result. Other code sees the rows' ticket, which has no memory (parcel.py)."""
+
+    __slots__ = "codes", "ticket"
+
+    def __init__(self) -> None:
+        self.codes: torch.Tensor | None = None
+        self.ticket: torch.Tensor | None = None
+
+    def put(self, codes: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
+        """Returns the ticket, which stands for the rows."""
+        self.codes, self.ticket = codes, ticket
+        return ticket
+
+    def take(self, ticket: torch.Tensor) -> torch.Tensor | None:
+        """The rows that `ticket` stands for, once; None if nothing was put here.
+
+        Raises RuntimeError if something on the way has replaced the ticket.
+        """
+        codes, self.codes = self.codes, None
+        if codes is not None and ticket is not self.ticket:
+            raise RuntimeError(
+                "rows in FP8 were changed on their way between the dispatcher and the experts, by a hook or a wrapper; "
+                "remove it, or --fp8-dispatch"
+            )
+        self.ticket = None
+        return codes
+
+
+def box_on(x: torch.Tensor) -> Box | None:
+    """The box that x carries, or None."""
+    return getattr(x, "_fp8_box", None)
+
+
+def leave_box(x: torch.Tensor, box: Box) -> None:
+    """Let x carry the box."""
+    x._fp8_box = box  # type: ignore[attr-defined]
+
+
 class Grouped(torch.autograd.Function):
     """y_e = x_e W_e^T for all experts e.
 
     x: (R, K) as given, or (R', K) padded. y: (R, N) if `cut`, else (R', N). anchor: requires a gradient if the weights
-    do; None if there will be no backward pass.
+    do; None if there will be no backward pass. box: for dy, if that may come in FP8.
     """
 
     @staticmethod
-    def forward(ctx, x, anchor, bank: Bank, groups: Groups, cut: bool, training: bool):
-        how = {"rows": True, "columns": anchor is not None, "training": training}
-        q, w = bank.cast(x, INPUT, groups, **how), bank.quantized()
+    def forward(ctx, x, anchor, box: Box | None, bank: Bank, groups: Groups, cut: bool, training: bool):
+        how, mine = {"rows": True, "columns": anchor is not None}, box_on(x)
+        codes = None if mine is None else mine.take(x)
+        if codes is None:
+            q = bank.cast(x, INPUT, groups, **how, training=training)
+        else:
+            q = bank.received(codes, INPUT, groups, **how)
+        w, ctx.box = bank.quantized(), box
         y = grouped.rows(q, w, x.new_empty(groups.rows, w.each[0].payload.shape[0]), fast_accum=True)
         ctx.bank, ctx.groups, ctx.w, ctx.training = bank, groups, w, training
         ctx.given = x.shape[0] != groups.rows
@@ -44,7 +92,11 @@ class Grouped(torch.autograd.Function):
     def backward(ctx, dy):
         columns, scale_inv = ctx.saved_tensors
         bank, groups, needs_dx = ctx.bank, ctx.groups, ctx.needs_input_grad[0]
-        q = bank.cast(dy, GRAD, groups, rows=needs_dx, columns=True, training=ctx.training)
+        codes = None if ctx.box is None else ctx.box.take(dy)
+        if codes is None:
+            q = bank.cast(dy, GRAD, groups, rows=needs_dx, columns=True, training=ctx.training)
+        else:
+            q = bank.received(codes, GRAD, groups, rows=needs_dx, columns=True)
         dx = None
         if needs_dx:
             w_t = bank.transposed(ctx.w)
@@ -52,7 +104,7 @@ class Grouped(torch.autograd.Function):
         bank.take_gradients(q, grouped.GroupedTensor(groups, scale_inv, None, columns))
         if dx is not None and ctx.given:
             dx = dx.index_select(0, groups.place)
-        return dx, None, None, None, None, None
+        return dx, None, None, None, None, None, None
 
 
 class Spread(torch.autograd.Function):
@@ -76,12 +128,15 @@ class _Linear(torch.nn.Module):
         self._how = how
 
     def forward(self, x):
-        bank, *_ = self._how
-        anchor = None
+        bank, _, cut, _ = self._how
+        anchor, box = None, None
         if torch.is_grad_enabled():
             bank.await_gradients()
-            anchor = torch.zeros(0, requires_grad=True)
-        return Grouped.apply(x, anchor, *self._how), None
+            anchor, box = torch.zeros(0, requires_grad=True), Box() if cut else None
+        y = Grouped.apply(x, anchor, box, *self._how)
+        if box is not None:
+            leave_box(y, box)
+        return y, None
 
 
 def experts_together(

@@ -8,6 +8,7 @@ import torch
 from ..engine.owned_weight import name_weights
 from ..flags.config import Fp8Config
 from ..flags.rope import STOCK_FACTOR
+from .dispatch import dispatch_in_fp8
 from .embedding import add_to_main_grad
 from .emulated_head import emulate_head
 from .fp8_head import head_in_fp8
@@ -60,6 +61,7 @@ def built_with(fp8: Fp8Config):
                 emulate_head(self.output_layer, fp8.emulate, fp8.seed, torch.distributed.get_rank())
             if fp8.lm_head and self.post_process:
                 head_in_fp8(self.output_layer, fp8.grad_format)
+            dispatch_in_fp8(self, fp8)
             add_to_main_grad(self)
             join_residuals(self)
             accept_local_names(self)

@@ -237,18 +237,18 @@ class Parcel:
         self.cast(x, recipe)
         if self.call.seen:
             self.exact = source.values(x)
-        ticket = _ticket((*like.shape[:-1], self.call.weight.param.shape[1]), like, torch.nan)
-        ticket._fp8_parcel = self  # type: ignore[attr-defined]
-        return ticket
+        stands = ticket((*like.shape[:-1], self.call.weight.param.shape[1]), like, torch.nan)
+        stands._fp8_parcel = self  # type: ignore[attr-defined]
+        return stands
 
     def post(self, dy: Castable, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """Cast the gradient dy (M, N) of y; returns what autograd is to be given for it: of y's shape, and the type of
         `like`. Only for y's sole reader."""
         call = self.call
         q, _ = call.weight.cast(dy, GRAD, columns=call.wgrad, training=call.training)
-        ticket = _ticket(shape, like, 0.0)
-        self.dy = Posted(q, ticket, source.values(dy) if call.seen else None)
-        return ticket
+        stands = ticket(shape, like, 0.0)
+        self.dy = Posted(q, stands, source.values(dy) if call.seen else None)
+        return stands
 
 
 _HELD = "held"  # in the place of a parcel
@@ -296,7 +296,7 @@ def _cast(fmt, scale: torch.Tensor, x: torch.Tensor, *, rows: bool, columns: boo
     return source.cast(x.reshape(-1, x.shape[-1]), fmt, scale, rows=rows, columns=columns, amax_out=None)
 
 
-def _ticket(shape: tuple[int, ...], like: torch.Tensor, value: float) -> torch.Tensor:
+def ticket(shape: tuple[int, ...], like: torch.Tensor, value: float) -> torch.Tensor:
     """A tensor of that shape and of `like`'s type without memory of its own: every element is one shared scalar."""
     return _scalar(value, like.dtype, like.device).as_strided(shape, (0,) * len(shape))
 

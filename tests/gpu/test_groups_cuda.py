@@ -14,9 +14,10 @@ from megatron_fp8.ops.groups import TILE, groups_of
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if INTERPRETED:
-    from megatron_fp8.ops.triton.groups import quantize_groups, transpose_each
+    from megatron_fp8.ops.triton.groups import quantize_groups, quantize_routed, spread_groups, transpose_each
 else:
     quantize_groups, transpose_each = ops.quantize_groups, ops.transpose_each
+    quantize_routed, spread_groups = ops.quantize_routed, ops.spread_groups
 
 COUNTS = {
     "edges": [0, 1, 127, 128, 129, 0, 255, 256, 0],
@@ -78,6 +79,45 @@ def test_the_cast_against_the_reference(counts, width, fmt, padded, rows, column
             assert (mine[groups.source[:end] < 0] == 0).all()
     if with_amax:
         assert torch.equal(*largest)
+
+
+@pytest.mark.parametrize(("counts", "width", "fmt"), [*CASES, ([3, 5], 2056, E4M3)], ids=str)
+def test_rows_cast_before_they_are_sent(counts, width, fmt):
+    """Against the reference; and they are then those of a cast on arrival, with the same amaxes."""
+    groups, rows = groups_of(torch.tensor(counts), sum(counts), torch.device(DEVICE)), sum(counts)
+    x = (torch.randn(rows, width, device=DEVICE) * torch.rand(rows, 1, device=DEVICE)).bfloat16()
+    odd = torch.tensor([torch.inf, -1e30, 0.0, 448.0, 3e-6], device=DEVICE).to(x)
+    x.view(-1)[torch.randperm(x.numel(), device=DEVICE)[: len(odd)]] = odd
+    source = torch.randint(rows, (rows,), device=DEVICE)
+    expert = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(DEVICE)
+    scale = 0.1 + 100 * torch.rand(len(counts), device=DEVICE)
+    largest = [torch.full((len(counts),), 0.5, device=DEVICE) for _ in range(3)]
+    theirs = reference_groups.quantize_routed(x, source, expert, fmt, scale, amax_out=largest[0])
+    sent = quantize_routed(x, source, expert, fmt, scale, amax_out=largest[1])
+    torch.testing.assert_close(sent.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(quantize_routed(x, source, expert, fmt, scale).view(torch.uint8), sent.view(torch.uint8))
+    arrived = quantize_groups(x[source], groups, fmt, scale, rows=True, columns=True, amax_out=largest[2])
+    spread = spread_groups(sent, groups, rows=True, columns=True)
+    end = int(groups.first[-1]) * TILE
+    for mine, other, transposed in zip(spread, arrived, (False, True), strict=True):
+        mine, other = ((t.mT if transposed else t)[:end].float() for t in (mine, other))
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(largest[0], largest[1]) and torch.equal(largest[0], largest[2])
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 0), (0, 1)])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_rows_that_came_in_fp8_are_spread(counts, rows, columns):
+    """Every code, those of NaN and infinities included, to the bit."""
+    groups = groups_of(torch.tensor(counts), sum(counts), torch.device(DEVICE))
+    codes = torch.randint(256, (sum(counts), 72), dtype=torch.uint8, device=DEVICE).view(E5M2.dtype)
+    payload, columns_of = spread_groups(codes, groups, rows=bool(rows), columns=bool(columns))
+    assert (payload is not None, columns_of is not None) == (bool(rows), bool(columns))
+    end = int(groups.first[-1]) * TILE
+    wanted = torch.zeros(groups.rows, 72, dtype=torch.uint8, device=DEVICE)
+    wanted[groups.place] = codes.view(torch.uint8)
+    for made in (payload, None if columns_of is None else columns_of.mT):
+        assert made is None or torch.equal(made[:end].view(torch.uint8), wanted[:end])
 
 
 LARGE = pytest.param(5, 1408, 2048, marks=on_gpu_only)
