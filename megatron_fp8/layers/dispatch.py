@@ -18,7 +18,8 @@ x its permutation gets one column, which is not read. What autograd needs is in 
 
 **Not in FP8** are a pass before the scales are known, one that observers look at, and layers with experts in BF16. All
 ranks know it alike. A rank that got no row, or has a hook on an expert, decodes what arrived and goes on in BF16; the
-experts' own casts then find the same codes again.
+experts' own casts then find the same codes again. With a hook their amaxes are of the decoded values too, and may be
+larger by a rounding.
 """
 
 from dataclasses import dataclass

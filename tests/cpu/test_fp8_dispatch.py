@@ -86,8 +86,10 @@ def test_an_expert_and_a_rank_without_a_token(way):
 
 @pytest.mark.slow
 def test_a_hook_on_one_rank_reads_what_was_sent():
-    """That rank decodes, and its experts run one by one."""
+    """That rank decodes, and its experts run one by one. They cast to the codes that arrived; but their amax is of
+    rounded values too, so later scales differ."""
     flags = f"--fp8-level O3 {EP2}"
-    wide, *_ = experts(flags, 2)
-    narrow, together, sent = experts(f"{flags} --fp8-dispatch both", 2, FP8_TEST_HOOK="0")
-    assert narrow == wide and together[0] == 0 < together[1] and total(sent)["uint8"] > 0
+    (wide, *_), _, _ = experts(flags, 2)
+    (narrow, *_), together, sent = experts(f"{flags} --fp8-dispatch both", 2, FP8_TEST_HOOK="0")
+    assert together[0] == 0 < together[1] and total(sent)["uint8"] > 0
+    assert narrow[:2] == wide[:2] and [*map(float, narrow)] == pytest.approx([*map(float, wide)], abs=5e-4)
