@@ -22,8 +22,13 @@ def dispatch(args: Namespace, gemm: str) -> str:
     if way is None:
         return OFF
     sender = args.moe_token_dispatcher_type
+    parts = args.expert_tensor_parallel_size or args.tensor_model_parallel_size  # as Megatron's own default
     for hindered, why in (
         (not value_of(args, "--fp8-experts"), "experts read BF16; add --fp8-experts"),
+        (
+            args.expert_model_parallel_size == parts == 1,
+            "no row leaves its rank with --expert-model-parallel-size 1; remove one",
+        ),
         (not args.moe_grouped_gemm, "experts that run one by one take BF16 rows; add --moe-grouped-gemm"),
         (sender != "alltoall", f"--moe-token-dispatcher-type {sender} sends BF16; use alltoall"),
         (gemm != "fp8", "this run's GEMMs are BF16 (--fp8-gemm bf16, --fp8-emulate); remove one"),

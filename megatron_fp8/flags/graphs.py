@@ -24,7 +24,7 @@ WAITS = 0.5
 # With these flags the host does something in a step that a replay would leave out.
 INSIDE = {
     "--fp8-emulate": "the noise of its rounding, and its formats, depend on the step",
-    "--num-experts": "the host counts the tokens of each expert",
+    "--num-experts": "the host counts the tokens of each expert; docs/experts.md says when it need not",
     "--sft --dataloader-inter-document-masking": "the host reads the lengths of documents",
     "--save-activations-interval --save-dgrads-interval": "the host writes files",
     "--logits-load-dir --logits-save-dir": "the host reads or keeps logits",
@@ -39,6 +39,7 @@ _ONLY_IF = {  # these flags prevent a graph only under a condition
     "--timing-log-level": lambda args: args.timing_log_level == 2,  # 2 times parts inside a step, 1 does not
     "--attention-dropout": lambda args: "core_attn" in _recomputed(args),
     "--hidden-dropout": lambda args: "mlp" in _recomputed(args),
+    "--num-experts": lambda args: not counts_stay(args),
 }
 
 
@@ -46,6 +47,18 @@ def _recomputed(args: Namespace) -> list[str]:
     """The modules that --recompute-activations or --recompute-granularity selective recomputes."""
     selective = value_of(args, "--recompute-activations") or args.recompute_granularity == "selective"
     return (args.recompute_modules or ["core_attn"]) if selective else []
+
+
+def counts_stay(args: Namespace) -> bool:
+    """Whether counts of tokens stay on the GPU: the experts are owned, in FP8 with known scales, whole and all on each
+    rank, and none drops a token (layers/local_dispatch.py). They must also run together: config_from_args sees to it,
+    because Megatron's validation gets --moe-grouped-gemm switched off."""
+    parts = args.expert_tensor_parallel_size or args.tensor_model_parallel_size  # as Megatron's own default
+    whole = args.expert_model_parallel_size == parts == 1 and args.moe_token_dispatcher_type == "alltoall"
+    known = args.fp8_recipe == "delayed" and args.fp8_wgrad and value_of(args, "--fp8-gemm") != "bf16"
+    bf16 = args.first_last_layers_bf16 or value_of(args, "--fp8-bf16-layers")
+    owned = bool(value_of(args, "--fp8-experts")) and not bf16
+    return owned and whole and known and args.moe_expert_capacity_factor is None
 
 
 def asked(args: Namespace) -> bool:

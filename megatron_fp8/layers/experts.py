@@ -63,11 +63,18 @@ class Fp8Experts(SequentialMLP):
             rows, probs = (probs.unsqueeze(-1) * rows).to(rows.dtype), torch.ones_like(probs)
         if self._banks and rows.shape[0] and self._together():
             fc1, fc2 = self._banks
-            counts = torch.tensor([rows.shape[0]]) if self.num_local_experts == 1 else tokens_per_expert
+            counts = tokens_per_expert
+            if self.num_local_experts == 1:
+                counts = torch.full((1,), rows.shape[0], device=counts.device)
             return experts_together(self.local_experts[0], fc1, fc2, rows, counts, probs, self.training), None
         counts = [rows.shape[0]] if self.num_local_experts == 1 else tokens_per_expert.tolist()
         each = zip(self.local_experts, rows.split(counts), probs.split(counts), strict=True)
         return torch.cat([_padded(expert, x, p) for expert, x, p in each]), None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether they may run together."""
+        return self._banks is not None
 
     def may_get_codes(self) -> Banks | None:
         """(fc1's bank, fc2's) if rows may be sent in FP8 in the pass that begins: the same on all ranks that have

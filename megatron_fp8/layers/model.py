@@ -13,6 +13,7 @@ from .embedding import add_to_main_grad
 from .emulated_head import emulate_head
 from .fp8_head import head_in_fp8
 from .layer_choice import emulates_head, keep_in_bf16
+from .local_dispatch import keep_counts_here
 from .residual import join_residuals
 from .spec import accept_local_names, convert, convert_block
 
@@ -61,6 +62,7 @@ def built_with(fp8: Fp8Config):
                 emulate_head(self.output_layer, fp8.emulate, fp8.seed, torch.distributed.get_rank())
             if fp8.lm_head and self.post_process:
                 head_in_fp8(self.output_layer, fp8.grad_format)
+            keep_counts_here(self)
             dispatch_in_fp8(self, fp8)
             add_to_main_grad(self)
             join_residuals(self)

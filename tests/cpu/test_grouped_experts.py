@@ -65,3 +65,28 @@ def test_an_expert_without_a_token():
     *grouped, together = experts(flags, 2, FP8_TEST_ONLY="1")
     *looped, _ = experts(flags, 2, FP8_TEST_ONLY="1", FP8_TEST_LOOP="1")
     assert grouped == looped and sum(together) > 0
+
+
+HERE = "--fp8-level O3 --moe-token-dispatcher-type alltoall"
+RECOMPUTED = "--recompute-granularity selective --recompute-modules moe"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        (HERE, 1),
+        *(
+            pytest.param(f"{HERE} {more}", ranks, marks=pytest.mark.slow)
+            for more, ranks in [
+                (f"{RECOMPUTED} --moe-shared-expert-intermediate-size 64", 1),
+                (f"{ALONE} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", 2),
+                (f"{ALONE} --moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type aux_loss", 2),
+                ("--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input --num-experts 1", 1),
+            ]
+        ),
+    ],
+)
+def test_rows_that_stay_on_their_rank_need_no_stock_dispatcher(flags, ranks):
+    """Its counts are not read (tests/unit/test_local_dispatch.py), and no bit is another."""
+    here, stocks = experts(flags, ranks), experts(flags, ranks, FP8_TEST_DISPATCHER="stock")
+    assert here == stocks and all(here[-1])
