@@ -51,6 +51,7 @@ def test_o1(parse):
         "bf16_layers": (),
         "lm_head": False,
         "experts": False,
+        "dispatch": "off",
         "activations": False,
         "keep_transpose_cache": False,
         "grad_reduce_hierarchy": "off",
@@ -122,7 +123,7 @@ OURS = {
     **{"--fp8-emulate-from-step": "2", "--fp8-emulate-until-step": "9"},
     "--fp8-bf16-layers": "*.linear_fc2",
     "--fp8-lm-head": None,
-    "--fp8-experts": None,
+    **{"--fp8-experts": None, "--fp8-dispatch": "both"},
     "--fp8-activations": None,
     "--fp8-ckpt-compact": None,
     "--fp8-attention": "torch",
@@ -627,11 +628,60 @@ def test_a_blend_in_one_word_is_told_from_a_file_that_is_missing(data):
             "--num-experts 2 --disable-bias-linear --fp8-ckpt-compact",
             "--fp8-ckpt-compact does not know experts' ranks; remove one",
         ),
+        (
+            "--num-experts 2 --disable-bias-linear --moe-token-dispatcher-type alltoall --fp8-step-graph on",
+            "--fp8-step-graph on needs experts that run together; add --moe-grouped-gemm",
+        ),
     ],
 )
 def test_what_owned_experts_refuse(flags, why, parse):
     assert error_of(config_from_args, parse(*O1, "--fp8-experts", *flags.split())) == f"--fp8-experts: {why}"
     assert config_from_args(parse(*O1, *"--fp8-experts --num-experts 2 --disable-bias-linear".split())).experts
+
+
+SENDS = "--num-experts 2 --disable-bias-linear --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
+OWNED = f"{SENDS} --fp8-experts --moe-grouped-gemm"
+ONE_RANK = "no row leaves its rank with --expert-model-parallel-size 1; remove one"
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (f"{SENDS} --moe-grouped-gemm", "experts read BF16; add --fp8-experts"),
+        (f"{SENDS} --fp8-experts", "experts that run one by one take BF16 rows; add --moe-grouped-gemm"),
+        *(
+            (f"{OWNED} {kind}", f"{kind} sends BF16; use alltoall")
+            for kind in ("--moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type flex")
+        ),
+        (f"{OWNED} --expert-model-parallel-size 1", ONE_RANK),
+        (f"{OWNED} --fp8-gemm bf16", "this run's GEMMs are BF16 (--fp8-gemm bf16, --fp8-emulate); remove one"),
+        (
+            f"{OWNED} --fp8-recipe tensorwise",
+            "--fp8-recipe tensorwise has no scale before rows arrive; use delayed",
+        ),
+        (f"{OWNED} --no-fp8-wgrad", "--no-fp8-wgrad reads BF16 rows; remove one"),
+        (
+            f"{OWNED} --moe-router-topk 1 --moe-apply-probs-on-input",
+            "--moe-apply-probs-on-input multiplies rows after they arrive; remove one",
+        ),
+        (
+            f"{OWNED} --fp8-on-spike bf16-fallback",
+            "--fp8-on-spike bf16-fallback takes single experts out of FP8; use skip",
+        ),
+    ],
+)
+@pytest.mark.parametrize("way", ["forward", "both"])
+def test_what_dispatch_in_fp8_refuses(way, flags, why, parse):
+    message = error_of(config_from_args, parse(*O1, *flags.split(), "--fp8-dispatch", way))
+    assert message == f"--fp8-dispatch {way}: {why}"
+
+
+def test_dispatch_in_fp8(parse):
+    """Also if rows are only gathered over the parts of an expert."""
+    split = f"{OWNED} --expert-model-parallel-size 1 --expert-tensor-parallel-size 2 --tensor-model-parallel-size 2"
+    for flags in OWNED, f"{OWNED} --fp8-on-spike skip", split:
+        assert config_from_args(parse(*O1, *flags.split(), "--fp8-dispatch", "both")).dispatch == "both"
+        assert config_from_args(parse(*O1, *flags.split())).dispatch == "off"
 
 
 def test_widths_of_owned_experts_are_those_of_a_rank(parse):

@@ -155,6 +155,34 @@ def test_the_line_names_what_asks_for_a_graph(asked, beside, parse, monkeypatch)
     assert not any("--cuda-graph-impl none" in line for line in lines)
 
 
+ALL_HERE = "--num-experts 4 --disable-bias-linear --fp8-experts --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+
+
+@pytest.mark.parametrize(
+    ("more", "counted"),
+    [
+        ("", False),
+        ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", False),
+        ("--tensor-model-parallel-size 2", True),
+        ("--expert-model-parallel-size 2", True),
+        ("--moe-token-dispatcher-type allgather", True),
+        ("--moe-expert-capacity-factor 1", True),
+        ("--fp8-gemm bf16", True),
+        ("--fp8-recipe tensorwise", True),
+        ("--no-fp8-wgrad", True),
+        ("--fp8-bf16-layers *.linear_fc2", True),
+        ("--first-last-layers-bf16", True),
+    ],
+)
+def test_a_graph_with_experts_needs_counts_that_stay_on_the_gpu(more, counted, parse, monkeypatch):
+    args = parse(*O1, *ALL_HERE.split(), *more.split(), "--cuda-graph-impl", "full_iteration")
+    monkeypatch.setattr(graphs, "can_record", lambda: True)
+    lines = adapt_stock_args(args, config_from_args(args))
+    assert args.cuda_graph_impl == ("none" if counted else graphs.WHOLE)
+    said = sum("no CUDA graph with --num-experts: the host counts the tokens" in line for line in lines)
+    assert said == counted
+
+
 @pytest.mark.parametrize(
     "beside",
     [
