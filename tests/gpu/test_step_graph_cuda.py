@@ -11,6 +11,9 @@ BOTH = "--no-check-for-nan-in-loss-and-grad --fp8-log-exact --eval-iters 2 --eva
 STEPS = "--train-iters 12"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 VIRTUAL = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+# Two experts a token: the sum of two rows does not depend on the order in which stock's atomics add them.
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --fp8-experts --moe-grouped-gemm "
+EXPERTS += "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
 CASES = {
     "O1": (1, "--fp8-level O1"),
     "O2-dropout": (1, "--fp8-level O2 --attention-dropout 0.1 --hidden-dropout 0.1"),
@@ -29,6 +32,17 @@ CASES = {
     "O3-overlapped": (1, f"--fp8-level O3 {SHARDED}"),
     "O3-per-token": (1, "--fp8-level O3 --calculate-per-token-loss --accumulate-allreduce-grads-in-fp32"),
     "O3-next-tokens": (1, "--fp8-level O3 --mtp-num-layers 1"),
+    "O1-experts": (1, f"--fp8-level O1 {EXPERTS}"),
+    "O3-experts": (1, f"--fp8-level O3 {EXPERTS} --moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 64"),
+    "O3-experts-recomputed": (
+        1,
+        f"--fp8-level O3 {EXPERTS} --recompute-granularity selective --recompute-modules moe",
+    ),
+    "data-experts": (2, f"--fp8-level O3 {EXPERTS} {SHARDED}"),
+    "tensor-experts": (
+        2,
+        f"--fp8-level O3 {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+    ),
     "data-O1": (2, f"--fp8-level O1 {SHARDED}"),
     "data-O2-replicated": (2, "--fp8-level O2 --attention-dropout 0.1 --hidden-dropout 0.1"),
     "data-O3": (2, f"--fp8-level O3 {SHARDED} --ddp-bucket-size 20000"),

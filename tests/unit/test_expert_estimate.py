@@ -189,6 +189,27 @@ def test_tokens_are_sent(parallel, sent):
     assert w.rows == 2 * 4096 * 8 / w.tensor * (w.job.expert_ranks // w.job.expert_model_parallel_size)
 
 
+RECOMPUTED = "--recompute-granularity selective --recompute-modules moe"
+
+
+@pytest.mark.parametrize("split", ["", "--tensor-model-parallel-size 2 --sequence-parallel"])
+@pytest.mark.parametrize(("recompute", "passes"), [("", 4), (RECOMPUTED, 6)])
+def test_tokens_are_sent_in_fp8(recompute, passes, split):
+    """Half the bytes of each pass to the experts: one forward, one more if it is made again, one backward."""
+    flags = f"{TOGETHER} --global-batch-size 8 --expert-model-parallel-size 2 {recompute} {split}"
+    wide, forward, both = (
+        collectives.micro_batches(workload(f"{flags} {more}", gpus=4), H200)
+        for more in ("", "--fp8-dispatch forward", "--fp8-dispatch both")
+    )
+    kinds = [kind for kind in wide if kind.startswith("tokens")]
+    assert len(kinds) == (2 if split else 1)
+    for kind in kinds:
+        each = wide[kind].inside / passes
+        assert forward[kind].inside == pytest.approx(wide[kind].inside - (passes - 2) / 2 * each / 2)
+        assert both[kind].inside == pytest.approx(wide[kind].inside - passes / 2 * each / 2)
+        assert both[kind].bare == both[kind].ms < forward[kind].ms < wide[kind].ms
+
+
 def test_two_nodes_share_the_experts():
     """Of 16 parts 8 go to the other node, by the rank's own port."""
     w = workload(f"{TOGETHER} --global-batch-size 32 --expert-model-parallel-size 16", gpus=16)

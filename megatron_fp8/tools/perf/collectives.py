@@ -24,6 +24,7 @@ forward GEMMs that take 7 to 10 ms longer than Transformer Engine's, whose gathe
 that the collectives would take alone.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -96,26 +97,33 @@ def micro_batches(w: Workload, hardware: Hardware, stage: int = 0) -> dict[str, 
 
 
 def _dispatch(w: Workload, hardware: Hardware, layers: int) -> dict[str, Traffic]:
-    """{kind: Traffic} of routed tokens in BF16, for `layers` layers with experts. Nothing hides it.
+    """{kind: Traffic} of routed tokens, for `layers` layers with experts. Nothing hides it.
 
     all-to-all    rows to the ranks of their experts and back, forward and backward; then over the parts of an expert,
-                  if tensor parallelism cuts them, gathers and reduce-scatters
-    all-gather    all tokens to all ranks that share the experts, and sums of theirs back, forward and backward
+                  if tensor parallelism cuts them, gathers and reduce-scatters. In BF16; with --fp8-dispatch half the
+                  bytes to the experts, forward or both ways
+    all-gather    all tokens to all ranks that share the experts, and sums of theirs back, forward and backward, in BF16
     """
     job = w.job
-    passes = 4 + 2 * w.again(MOE)
-    token, times = 2.0 * job.hidden_size * w.tokens / w.split, passes * w.micro_batches * layers
+    forward, each = 1 + w.again(MOE), w.micro_batches * layers
+    token, passes = 2.0 * job.hidden_size * w.tokens / w.split, 2 * forward + 2
     ranks, parts = job.expert_ranks, job.expert_ranks // job.expert_model_parallel_size
     if w.dispatcher == "allgather":
-        return {"tokens": _ring(w, hardware, ranks, 1, token * ranks, 1.0, times)} if ranks > 1 else {}
+        return {"tokens": _ring(w, hardware, ranks, 1, token * ranks, 1.0, passes * each)} if ranks > 1 else {}
+    narrow = {"off": 0, "forward": forward, "both": forward + 1}[w.fp8_dispatch]
+    sent = ((passes - narrow) * each, token * w.topk), (narrow * each, token * w.topk / 2)  # (how often, bytes)
     found = {}
     if job.expert_model_parallel_size > 1:
         flat = replace(w, two_levels=False)  # that is how gradients go
-        one = _all_to_all(flat, hardware, job.expert_model_parallel_size, parts, token * w.topk, 1.0)
-        found["tokens"] = Traffic(*(times * part for part in one))
+        kinds = [_all_to_all(flat, hardware, job.expert_model_parallel_size, parts, size, 1.0) for _, size in sent]
+        found["tokens"] = _added([often * part for part in one] for (often, _), one in zip(sent, kinds, strict=True))
     if parts > 1:
-        found["tokens: parts"] = _ring(w, hardware, parts, 1, token * w.topk * parts, 1.0, times)
+        found["tokens: parts"] = _added(_ring(w, hardware, parts, 1, size * parts, 1.0, often) for often, size in sent)
     return found
+
+
+def _added(some: Iterable[Iterable[float]]) -> Traffic:
+    return Traffic(*(sum(part) for part in zip(*some, strict=True)))
 
 
 def _tensor(w: Workload, hardware: Hardware, moe: bool, layers: int) -> dict[str, Traffic]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ...errors import UserError
 from ...flags.command import job_of
+from ...flags.dispatch import OFF
 from ...flags.level import CELLS, LEVEL, is_stock
 from ...flags.numeric_checks import largest_batch
 from ...rebind import Rebound
@@ -166,6 +167,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         grouped=bool(args.moe_grouped_gemm),
         permute_fused=bool(args.moe_permute_fusion),
         dispatcher=args.moe_token_dispatcher_type,
+        fp8_dispatch=(getattr(args, "fp8_dispatch", None) if system.level else None) or OFF,
     )
 
 

@@ -30,7 +30,7 @@ class Workload:
     overrides: {cell: value} of flags that change the level's table.
     topk: routed experts a token.
     grouped: --moe-grouped-gemm.  permute_fused: --moe-permute-fusion.
-    dispatcher: --moe-token-dispatcher-type.
+    dispatcher: --moe-token-dispatcher-type.  fp8_dispatch: --fp8-dispatch, of a level.
     """
 
     job: Job
@@ -59,6 +59,7 @@ class Workload:
     grouped: bool = False
     permute_fused: bool = False
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
+    fp8_dispatch: Literal["off", "forward", "both"] = "off"
 
     def __post_init__(self):
         for flag, value in (("--seq-length", self.sequence), ("--micro-batch-size", self.micro_batch),
