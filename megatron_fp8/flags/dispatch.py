@@ -1,12 +1,13 @@
 """--fp8-dispatch: whether rows travel to their experts in FP8 (layers/dispatch.py)."""
 
 from argparse import Namespace
+from typing import Final
 
 from ..errors import UserError
 from .flag import Flag, one_of, value_of
 from .watch import FALLBACK, ON_SPIKE
 
-OFF = "off"
+OFF: Final = "off"
 DISPATCH = Flag(
     "--fp8-dispatch",
     "Send rows to their experts in FP8, of half the bytes: the forward pass's in E4M3 (forward), or the gradients' in "

@@ -35,6 +35,7 @@ def total(sent: list[dict[str, int]]) -> dict[str, int]:
 
 
 EP2 = "--expert-model-parallel-size 2"
+STAGES = "--num-layers 4 --pipeline-model-parallel-size 2"
 CASES = [
     (f"O3 {EP2}", 2),
     *(
@@ -51,7 +52,11 @@ CASES = [
             ("O3", f"{EP2} --moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type aux_loss", 2),
             ("O3", f"{EP2} --moe-router-dtype fp32 --moe-shared-expert-intermediate-size 64", 2),
             ("O3", f"{EP2} --fp8-amax-compute-algo max --fp8-amax-history-len 4 --fp8-margin 1", 2),
-            ("O3", "", 2),  # each rank has all experts
+            ("O3", EP2, 4),  # two ranks have the same experts
+            ("O3", "--tensor-model-parallel-size 2 --sequence-parallel", 2),  # rows are gathered over parts alone
+            ("O1", f"{EP2} --mtp-num-layers 1", 2),
+            ("O3", f"{EP2} {STAGES} --num-layers-per-virtual-pipeline-stage 1 --moe-layer-freq [0,1,1,1]", 4),
+            ("O3", f"{EP2} {STAGES} --moe-layer-freq [0,0,1,1]", 4),  # the first stage has no expert
             ("O1", f"{EP2} --fp8-log-interval 2", 2),
         ]
     ),
@@ -93,3 +98,18 @@ def test_a_hook_on_one_rank_reads_what_was_sent():
     (narrow, *_), together, sent = experts(f"{flags} --fp8-dispatch both", 2, FP8_TEST_HOOK="0")
     assert together[0] == 0 < together[1] and total(sent)["uint8"] > 0
     assert narrow[:2] == wide[:2] and [*map(float, narrow)] == pytest.approx([*map(float, wide)], abs=5e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--expert-model-parallel-size 2", "--expert-model-parallel-size 4"])
+def test_a_resumed_run_goes_on(layout, tmp_path):
+    """With the same ranks bit for bit; with others within the bound of layouts."""
+    command = [*TINY_GPT, *f"{MOE} {STEPS} --fp8-level O3 --fp8-dispatch both".split()]
+    save, load = f"{EP2} --save {tmp_path} --save-interval 3", f"{layout} --load {tmp_path} --ckpt-step 3"
+    ranks = int(layout[-1])
+    whole = run_megatron(2, [*command, *save.split()], timeout=300)
+    again = run_megatron(ranks, [*command, *load.split()], timeout=300)
+    exact = [re.findall(r"exact lm loss ([^\s;]+)", "\n".join(run.lines)) for run in (whole, again)]
+    if ranks == 2:
+        assert exact[1] == exact[0][3:] and len(exact[1]) == 2
+    assert [*map(float, exact[1])] == pytest.approx([*map(float, exact[0][3:])], abs=2e-3)

@@ -167,7 +167,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         grouped=bool(args.moe_grouped_gemm),
         permute_fused=bool(args.moe_permute_fusion),
         dispatcher=args.moe_token_dispatcher_type,
-        fp8_dispatch=(getattr(args, "fp8_dispatch", None) if system.level else None) or OFF,
+        fp8_dispatch=getattr(args, "fp8_dispatch", None) or OFF if system.level else OFF,
     )
 
 
