@@ -13,8 +13,9 @@ Sums are made in BF16, as in stock. Each row is cast with the scale that its exp
 (engine/dispatch_scales.py): so all bits of a run are those of a run that sends BF16 (tests/cpu/test_fp8_dispatch.py).
 `forward` does so with x only, and leaves the way back to stock.
 
-**With stock.** Stock's dispatcher still counts, permutes probabilities, and moves rows: of bytes in place of BF16. For
-x its permutation gets one column, which is not read. What autograd needs is in `Dispatched` and `Combined`.
+**With stock.** Stock's dispatcher still counts, permutes probabilities, and moves rows: of bytes in place of BF16. Its
+permutation gets one column for x, which is not read (own_dispatcher.py). What autograd needs is in `Dispatched` and
+`Combined`.
 
 **Not in FP8** are a pass before the scales are known, one that observers look at, and layers with experts in BF16. All
 ranks know it alike. A rank that got no row, or has a hook on an expert, decodes what arrived and goes on in BF16; the
@@ -23,7 +24,6 @@ larger by a rounding.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -40,9 +40,11 @@ from ..engine.owned_weight import GRAD, INPUT, told_of_all
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..flags.dispatch import DISPATCH, OFF
+from ..ops import source
 from .experts import Fp8Experts
 from .function import Function
-from .grouped_experts import Box, box_on, leave_box
+from .grouped_experts import Box, box_on
+from .own_dispatcher import OwnDispatcher
 from .parcel import ticket
 
 
@@ -51,7 +53,7 @@ class Route:
     """The way of one pass's rows to their experts, and back.
 
     Attributes:
-        source, expert: (R,) int64, of each row sent: the token, and the expert's number among those of all ranks.
+        token, expert: (R,) int64, of each row sent: its token, and the expert's number among those of all ranks.
         tokens: T.
         ranks, parts: of expert parallelism; those that have parts of an expert.
         sent, received: rows to and from each of `ranks`; None: as many for each.
@@ -61,7 +63,7 @@ class Route:
         counts: (E,) rows of each expert of this rank, on the host.
     """
 
-    source: torch.Tensor
+    token: torch.Tensor
     expert: torch.Tensor
     tokens: int
     ranks: torch.distributed.ProcessGroup
@@ -94,7 +96,7 @@ class Route:
 
     def to_tokens(self, rows: torch.Tensor) -> torch.Tensor:
         """The transpose of gathering x's rows: (T, K), as autograd adds them up in stock."""
-        return rows.new_zeros(self.tokens, rows.shape[1]).index_add_(0, self.source, rows)
+        return rows.new_zeros(self.tokens, rows.shape[1]).index_add_(0, self.token, rows)
 
 
 class Dispatched(Function):
@@ -106,10 +108,7 @@ class Dispatched(Function):
         ctx.route, ctx.shape = route, x.shape
         if not stay:
             return fc1.decoded(codes, INPUT, route.counts, x.dtype)
-        rows = ticket(tuple(codes.shape), x, torch.nan)
-        box = Box()
-        leave_box(rows, box)
-        return box.put(codes, rows)
+        return Box().on(ticket(tuple(codes.shape), x, torch.nan), codes)
 
     @staticmethod
     def backward(ctx, dx):
@@ -130,43 +129,34 @@ class Combined(Function):
     @staticmethod
     def backward(ctx, dy):
         route, fc2, box, training = ctx.how
-        sent = fc2.send(dy.reshape(route.tokens, -1), GRAD, route.source, route.expert, training=training)
+        sent = fc2.send(dy.reshape(route.tokens, -1), GRAD, route.token, route.expert, training=training)
         codes = route.there(sent.view(torch.uint8)).view(sent.dtype)
         if box is None:
             rows = fc2.decoded(codes, GRAD, route.counts, dy.dtype)
         else:
-            rows = box.put(codes, ticket(tuple(codes.shape), dy, 0.0))
+            rows = box.put(ticket(tuple(codes.shape), dy, 0.0), codes)
         return rows, None, None, None, None, None
 
 
-class Fp8Dispatcher(MoEAlltoAllTokenDispatcher):
-    """In the place of stock's; see the top of the file.
-
-    Args:
-        stock: a layer's dispatcher.
-        experts: of the same layer.
-        both: whether dy travels in FP8 too.
-    """
+class Fp8Dispatcher(OwnDispatcher):
+    """See the top of the file. both: whether dy travels in FP8 too."""
 
     def __init__(self, stock: MoEAlltoAllTokenDispatcher, experts: Fp8Experts, both: bool):
-        groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
-        super().__init__(stock.num_local_experts, stock.local_expert_indices, stock.config, groups)
-        self._experts, self._both = experts, both
+        super().__init__(stock, experts)
+        self._both = both
         self._x: torch.Tensor | None = None  # while its rows travel
         self._route: Route | None = None  # until y is combined
 
     def dispatch_preprocess(self, hidden_states, routing_map, probs):
         """(x (..., h), map (T, E), probabilities (T, E)) -> (rows (R, h), probabilities (R,)); FP8 rows as bytes."""
-        banks, x = self._experts.may_get_codes(), hidden_states
+        banks, x = self.experts.may_get_codes(), hidden_states
         self._x = self._route = None
         if banks is None:
             return super().dispatch_preprocess(x, routing_map, probs)
-        _, probs = super().dispatch_preprocess(x.new_empty(*x.shape[:-1], 1), routing_map, probs)
-        self.hidden_shape, flat = x.shape, x.view(-1, x.shape[-1])
-        self.hidden_shape_before_permute = flat.shape
+        tokens, probs = self.permuted(x, routing_map, probs)
         self._x, self._expert = x, self._expert_of_rows()
-        source = self.reversed_local_input_permutation_mapping
-        codes = banks[0].send(flat.detach(), INPUT, source, self._expert, training=self._experts.training)
+        flat = source.rows(x.detach())
+        codes = banks[0].send(flat, INPUT, tokens, self._expert, training=self.experts.training)
         self._type = codes.dtype
         return codes.view(torch.uint8), probs
 
@@ -180,11 +170,11 @@ class Fp8Dispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(self, global_input_tokens, global_probs):
         """(Rows, probabilities) as they have arrived -> (rows (R', h), the number of each expert's, probabilities)."""
         rows, counts, probs = super().dispatch_postprocess(global_input_tokens, global_probs)
-        banks, x, self._x = self._experts.may_get_codes(), self._x, None
+        banks, x, self._x = self.experts.may_get_codes(), self._x, None
         if x is None or banks is None:
             return rows, counts, probs
         route = self._way(counts)
-        stay = rows.shape[0] > 0 and self._experts.reads_codes()
+        stay = rows.shape[0] > 0 and self.experts.takes_tickets()
         rows = Dispatched.apply(x, rows.view(self._type), route, banks[0], stay)
         self._route = route if self._both else None
         return rows, counts, probs
@@ -210,9 +200,9 @@ class Fp8Dispatcher(MoEAlltoAllTokenDispatcher):
         """y (R', h) -> rows on their way back; with both ways in FP8, all of it."""
         if self._route is None:
             return super().combine_preprocess(hidden_states)
-        banks = self._experts.may_get_codes()
+        banks = self.experts.may_get_codes()
         assert banks is not None
-        how = self._route, banks[1], box_on(hidden_states), self._experts.training
+        how = self._route, banks[1], box_on(hidden_states), self.experts.training
         return Combined.apply(hidden_states, self._combine, *how)
 
     def _combine(self, y: torch.Tensor) -> torch.Tensor:

@@ -81,8 +81,8 @@ class Fp8Experts(SequentialMLP):
         experts of the layer, which `check_dispatch` has seen to (dispatch.py). Else None."""
         return self._banks if self._banks and all(bank.ready for bank in self._banks) else None
 
-    def reads_codes(self) -> bool:
-        """Whether they may stay in FP8 here, if there are any."""
+    def takes_tickets(self) -> bool:
+        """Whether a ticket may stand for the rows of the pass that begins, if there are any."""
         return self._together() and not hooked(self)
 
     def _together(self) -> bool:

@@ -7,8 +7,9 @@ Between the products the rows are padded (ops/groups.py). What the padding holds
 the casts replace it by zeros, and what is cut leaves it out. The activation function, and how the probabilities are
 multiplied in, are stock's: its MLP runs, with products of all experts in the place of its two linears.
 
-Rows may come in FP8 (--fp8-dispatch, dispatch.py): then they are only padded, and x is a ticket that carries them in a
-`Box`. In the same way the gradient of the result may come.
+The rows may be a ticket, which carries what they are made of in a `Box`. Codes that other ranks have sent
+(--fp8-dispatch, dispatch.py) are only padded; in the same way the gradient of the result may come. Rows of x that are
+still to be gathered (local_dispatch.py) are gathered by the cast: they never lie in memory in BF16.
 
 Each expert's rows are cast with its own weight's scale. So the results are those of experts that run one after the
 other, if the products are: on the CPU bit for bit (tests/cpu/test_grouped_experts.py).
@@ -26,33 +27,39 @@ from ..ops.groups import Groups, groups_of
 
 
 class Box:
-    """Rows (R, K) in FP8 for a grouped product, which finds the box on its input; or on the gradient's way, if the
-    product has left it on its result. Other code sees the rows' ticket, which has no memory (parcel.py)."""
+    """What the rows of a grouped product are made of. The product finds the box on its input, or has left it on its
+    result, for the gradient. Other code sees a ticket in the place of the rows, which has no memory (parcel.py)."""
 
-    __slots__ = "codes", "ticket"
+    __slots__ = "rows", "source", "ticket"
 
     def __init__(self) -> None:
-        self.codes: torch.Tensor | None = None
+        self.rows: torch.Tensor | None = None
+        self.source: torch.Tensor | None = None
         self.ticket: torch.Tensor | None = None
 
-    def put(self, codes: torch.Tensor, ticket: torch.Tensor) -> torch.Tensor:
-        """Returns the ticket, which stands for the rows."""
-        self.codes, self.ticket = codes, ticket
+    def put(self, ticket: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the ticket. rows: (R, K) in FP8; or (T, K), of which the rows are those of `source` (R,)."""
+        self.rows, self.source, self.ticket = rows, source, ticket
         return ticket
 
-    def take(self, ticket: torch.Tensor) -> torch.Tensor | None:
-        """The rows that `ticket` stands for, once; None if nothing was put here.
+    def on(self, ticket: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+        """As `put`; the ticket carries the box."""
+        leave_box(ticket, self)
+        return self.put(ticket, rows, source)
+
+    def take(self, ticket: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(Rows, source) that `ticket` stands for, once; (None, None) if nothing was put here.
 
         Raises RuntimeError if something on the way has replaced the ticket.
         """
-        codes, self.codes = self.codes, None
-        if codes is not None and ticket is not self.ticket:
+        rows, source = self.rows, self.source
+        if rows is not None and ticket is not self.ticket:
             raise RuntimeError(
-                "rows in FP8 were changed on their way between the dispatcher and the experts, by a hook or a wrapper; "
-                "remove it, or --fp8-dispatch"
+                "an expert's rows were changed on their way between dispatcher and experts, by a hook or a wrapper; "
+                "remove it, or --moe-grouped-gemm"
             )
-        self.ticket = None
-        return codes
+        self.rows = self.source = self.ticket = None
+        return rows, source
 
 
 def box_on(x: torch.Tensor) -> Box | None:
@@ -75,11 +82,13 @@ class Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, anchor, box: Box | None, bank: Bank, groups: Groups, cut: bool, training: bool):
         how, mine = {"rows": True, "columns": anchor is not None}, box_on(x)
-        codes = None if mine is None else mine.take(x)
-        if codes is None:
+        rows, source = (None, None) if mine is None else mine.take(x)
+        if rows is None:
             q = bank.cast(x, INPUT, groups, **how, training=training)
+        elif source is None:
+            q = bank.received(rows, INPUT, groups, **how)
         else:
-            q = bank.received(codes, INPUT, groups, **how)
+            q = bank.cast(rows, INPUT, groups.reading(source), **how, training=training)
         w, ctx.box = bank.quantized(), box
         y = grouped.rows(q, w, x.new_empty(groups.rows, w.each[0].payload.shape[0]), fast_accum=True)
         ctx.bank, ctx.groups, ctx.w, ctx.training = bank, groups, w, training
@@ -92,7 +101,7 @@ class Grouped(torch.autograd.Function):
     def backward(ctx, dy):
         columns, scale_inv = ctx.saved_tensors
         bank, groups, needs_dx = ctx.bank, ctx.groups, ctx.needs_input_grad[0]
-        codes = None if ctx.box is None else ctx.box.take(dy)
+        codes, _ = (None, None) if ctx.box is None else ctx.box.take(dy)
         if codes is None:
             q = bank.cast(dy, GRAD, groups, rows=needs_dx, columns=True, training=ctx.training)
         else:

@@ -6,28 +6,57 @@ needs none of it. The permutation has sorted its rows by expert already, and wit
 token, whatever the router says. Experts together read the counts on the GPU (grouped_experts.py). So the host does the
 same in each step, and a step can be recorded as a graph (engine/step_graph.py).
 
-The results are stock's, bit for bit: stock only copies the rows, as it sorts them once more
-(tests/cpu/test_local_dispatch.py).
-"""
+    x (T, h) ──gather, cast, pad──► q (R', h) ──fc1, ..., fc2──► y (R, h) ──add up──► (T, h)
 
-from types import SimpleNamespace
+Nor is x gathered in BF16, if the experts run together: their cast reads it row by row. Stock gathers it, sorts the
+sorted rows once more, which copies them, and does the same on the way back. Of each element of (R, h) this spares 12
+bytes of memory traffic in a forward pass, and 8 in a backward pass. The results are stock's, bit for bit
+(tests/cpu/test_grouped_experts.py).
+"""
 
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from ..ops import source
 from .experts import Fp8Experts
+from .function import Function
+from .grouped_experts import Box
+from .own_dispatcher import OwnDispatcher
+from .parcel import ticket
 
 
-class LocalDispatcher(MoEAlltoAllTokenDispatcher):
-    """In the place of stock's; see the top of the file. stock: a layer's dispatcher."""
+class Gathered(Function):
+    """x (..., h) -> the ticket of its rows x[tokens] (R, h)."""
 
-    def __init__(self, stock: MoEAlltoAllTokenDispatcher):
-        groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
-        super().__init__(stock.num_local_experts, stock.local_expert_indices, stock.config, groups)
+    @staticmethod
+    def forward(ctx, x, tokens: torch.Tensor):
+        flat = source.rows(x)
+        ctx.tokens, ctx.shape = tokens, x.shape
+        return Box().on(ticket((tokens.numel(), flat.shape[1]), x, torch.nan), flat, tokens)
+
+    @staticmethod
+    def backward(ctx, dx):
+        into = dx.new_zeros(ctx.shape).view(-1, dx.shape[1])
+        return into.index_add_(0, ctx.tokens, dx).view(ctx.shape), None  # as autograd does of stock's gather
+
+
+class LocalDispatcher(OwnDispatcher):
+    """See the top of the file."""
 
     def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
         return tokens_per_expert
+
+    def dispatch_preprocess(self, hidden_states, routing_map, probs):
+        """(x (..., h), map (T, E), probabilities (T, E)) -> (rows (R, h) or their ticket, probabilities (R,))."""
+        if self.config.moe_apply_probs_on_input or not self.experts.takes_tickets():
+            return super().dispatch_preprocess(hidden_states, routing_map, probs)
+        tokens, probs = self.permuted(hidden_states, routing_map, probs)
+        return Gathered.apply(hidden_states, tokens), probs
+
+    def token_dispatch(self, permutated_local_input_tokens, permuted_probs):
+        """Rows and probabilities, as they are."""
+        return permutated_local_input_tokens, permuted_probs
 
     def dispatch_postprocess(self, global_input_tokens, global_probs):
         """(Rows (R, h), probabilities (R,)) -> (the same rows, the number of each expert's, the same probabilities)."""
@@ -35,6 +64,10 @@ class LocalDispatcher(MoEAlltoAllTokenDispatcher):
         return global_input_tokens, counts, global_probs
 
     def combine_preprocess(self, hidden_states):
+        """The experts' rows, as they are."""
+        return hidden_states
+
+    def token_combine(self, hidden_states, *args, **kwargs):
         """The experts' rows, as they are."""
         return hidden_states
 
@@ -47,4 +80,4 @@ def keep_counts_here(model: torch.nn.Module) -> None:
         stock, experts = layer.token_dispatcher, layer.experts
         owned = isinstance(experts, Fp8Experts) and experts.grouped
         if owned and stock.tp_size == stock.ep_size == 1 and stock.config.moe_expert_capacity_factor is None:
-            layer.token_dispatcher = LocalDispatcher(stock)
+            layer.token_dispatcher = LocalDispatcher(stock, experts)

@@ -15,7 +15,7 @@ Padding to the tile is DeepGEMM's "contiguous layout" (github.com/deepseek-ai/De
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,12 @@ class Groups:
     def rows(self) -> int:
         """R'."""
         return self.source.numel()
+
+    def reading(self, source: torch.Tensor) -> "Groups":
+        """The same groups, of rows that are given as x[source] of some x; source (R,)."""
+        table = torch.full_like(self.source, -1)
+        table[self.place] = source.int()
+        return replace(self, source=table)
 
     @functools.cached_property
     def parts(self) -> list[slice]:

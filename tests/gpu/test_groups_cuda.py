@@ -105,6 +105,25 @@ def test_rows_cast_before_they_are_sent(counts, width, fmt):
     assert torch.equal(largest[0], largest[1]) and torch.equal(largest[0], largest[2])
 
 
+@pytest.mark.parametrize("tokens", [1, 50, 3000])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_rows_gathered_by_the_cast(counts, tokens):
+    """As rows that were gathered before."""
+    groups, rows = groups_of(torch.tensor(counts), sum(counts), torch.device(DEVICE)), sum(counts)
+    x = torch.randn(tokens, 72, device=DEVICE).bfloat16()
+    source, scale = torch.randint(tokens, (rows,), device=DEVICE), 0.1 + 100 * torch.rand(len(counts), device=DEVICE)
+    largest = [torch.zeros(len(counts), device=DEVICE) for _ in range(3)]
+    how = {"rows": True, "columns": True}
+    gathered = quantize_groups(x, groups.reading(source), E4M3, scale, amax_out=largest[0], **how)
+    theirs = reference_groups.quantize_groups(x, groups.reading(source), E4M3, scale, amax_out=largest[1], **how)
+    before = quantize_groups(x[source], groups, E4M3, scale, amax_out=largest[2], **how)
+    end = int(groups.first[-1]) * TILE
+    for made in zip(gathered, theirs, before, strict=True):
+        one, *others = ((t if t.shape[0] == groups.rows else t.mT)[:end].float() for t in made)
+        assert all(torch.equal(one, other) for other in others)
+    assert torch.equal(largest[0], largest[1]) and torch.equal(largest[0], largest[2])
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 0), (0, 1)])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_rows_that_came_in_fp8_are_spread(counts, rows, columns):

@@ -23,12 +23,13 @@ class Linears:
     """A bank that computes nothing: (N, K) a weight, in the places of what it is asked for."""
 
     def __init__(self, n: int, k: int):
-        self.shape, self.gradients = (n, k), 0
+        self.shape, self.gradients, self.read = (n, k), 0, None
 
     def await_gradients(self):
         pass
 
     def cast(self, x, role, groups, *, rows, columns, training):
+        self.read = self.read or tuple(x.shape)
         codes = torch.empty(groups.rows, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
         return grouped.GroupedTensor(groups, torch.ones(EXPERTS, device=x.device), codes, codes.t().contiguous())
 
@@ -43,12 +44,12 @@ class Linears:
         self.gradients += 1
 
 
-def one_pass(monkeypatch) -> tuple[Linears, Linears]:
+def one_pass(monkeypatch, together: bool = True) -> tuple[Linears, Linears]:
     config = SimpleNamespace(
         num_moe_experts=EXPERTS, moe_router_topk=TOP, moe_permute_fusion=False, moe_expert_capacity_factor=None,
         moe_pad_expert_input_to_capacity=False, moe_router_padding_for_quantization=False, cuda_graph_impl="none",
         use_te_activation_func=False, bias_activation_fusion=False, gated_linear_unit=True, glu_linear_offset=0.0,
-        activation_func_clamp_value=None, activation_func=F.silu,
+        activation_func_clamp_value=None, activation_func=F.silu, moe_apply_probs_on_input=False,
     )  # fmt: skip
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object())
     monkeypatch.setattr(grouped, "rows", lambda a, weights, out, **how: out)
@@ -57,7 +58,8 @@ def one_pass(monkeypatch) -> tuple[Linears, Linears]:
         ep_group=alone, tp_group=alone, tp_ep_group=alone, num_local_experts=EXPERTS,
         local_expert_indices=list(range(EXPERTS)), config=config,
     )  # fmt: skip
-    dispatcher, banks = LocalDispatcher(stock), (Linears(2 * WIDTH, HIDDEN), Linears(HIDDEN, WIDTH))
+    dispatcher = LocalDispatcher(stock, SimpleNamespace(takes_tickets=lambda: together))
+    banks = Linears(2 * WIDTH, HIDDEN), Linears(HIDDEN, WIDTH)
     x = torch.empty(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
     logits = torch.empty(TOKENS, EXPERTS, device="meta", requires_grad=True)
     chosen = torch.zeros_like(logits).scatter(1, logits.topk(TOP).indices, 1).bool()
@@ -91,8 +93,12 @@ def test_which_layers_have_it(flags, local):
     assert dispatchers and all(isinstance(dispatcher, LocalDispatcher) == local for dispatcher in dispatchers)
 
 
-def test_no_value_is_read(monkeypatch):
-    assert [bank.gradients for bank in one_pass(monkeypatch)] == [1, 1]
+@pytest.mark.parametrize("together", [True, False])
+def test_no_value_is_read(together, monkeypatch):
+    """Whether a ticket stands for the rows or not."""
+    banks = one_pass(monkeypatch, together)
+    assert [bank.gradients for bank in banks] == [1, 1]
+    assert banks[0].read == ((TOKENS if together else TOKENS * TOP), HIDDEN)
 
 
 def test_stocks_sort_reads_counts(monkeypatch):
