@@ -125,6 +125,7 @@ GRAPH = "--cuda-graph-impl full_iteration --te-rng-tracker --no-check-for-nan-in
 TE_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
 TE_EXPERTS = "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
 PADDED = "--moe-router-padding-for-quantization"  # to a multiple of what an FP8 GEMM takes, by the router
+OWN_EXPERTS = "--fp8-experts --moe-grouped-gemm"
 LOCAL = "--transformer-impl local --no-masked-softmax-fusion --no-persist-layer-norm --no-rope-fusion"
 SYSTEMS = {
     "bf16": System("unrepaired", ""),  # stock, as installed
@@ -154,7 +155,10 @@ SYSTEMS = {
     "O2-graph": System("none", f"--fp8-level O2 {GRAPH}"),
     "O3-graph": System("none", f"--fp8-level O3 {GRAPH}"),
     "O3-experts": System("none", "--fp8-level O3 --fp8-experts"),
-    "O3-experts-grouped": System("none", "--fp8-level O3 --fp8-experts --moe-grouped-gemm"),
+    "O3-experts-grouped": System("none", f"--fp8-level O3 {OWN_EXPERTS}"),
+    "O3-experts-graph": System("none", f"--fp8-level O3 {OWN_EXPERTS} {GRAPH}"),
+    "O3-experts-dispatch-forward": System("none", f"--fp8-level O3 {OWN_EXPERTS} --fp8-dispatch forward"),
+    "O3-experts-dispatch": System("none", f"--fp8-level O3 {OWN_EXPERTS} --fp8-dispatch both"),
     "O3-tp-fp8": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter fp8"),
     "O3-tp-fp8-backward": System("none", "--fp8-level O3 --fp8-tp-reduce-scatter backward"),
     "O3-with-te": System("repaired", "--fp8-level O3"),  # stock's parts use TE's fused rotary embedding and optimizer
