@@ -31,14 +31,16 @@ INSIDE = {
     "--log-straggler": "the host times the parts of a step",
     "--timing-log-level": "at 2 the host waits for the GPU to time the parts of a step",
     "--log-max-attention-logit": "the host resets the largest logit after it has logged it",
-    "--attention-dropout --hidden-dropout": "Megatron graphs no --recompute-modules that draw random numbers",
+    "--attention-dropout --hidden-dropout --moe-input-jitter-eps": "Megatron graphs no --recompute-modules that draw "
+    "random numbers",
     "--skip-train": "there is no training step, and evaluations run without a graph",
     "--fp8-sharpness-interval --fp8-sharpness-eval": "the host looks at the logits",
 }
 _ONLY_IF = {  # these flags prevent a graph only under a condition
     "--timing-log-level": lambda args: args.timing_log_level == 2,  # 2 times parts inside a step, 1 does not
     "--attention-dropout": lambda args: "core_attn" in _recomputed(args),
-    "--hidden-dropout": lambda args: "mlp" in _recomputed(args),
+    "--hidden-dropout": lambda args: bool({"mlp", "moe"} & set(_recomputed(args))),
+    "--moe-input-jitter-eps": lambda args: "moe" in _recomputed(args),
     "--num-experts": lambda args: not counts_stay(args),
 }
 

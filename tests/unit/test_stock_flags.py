@@ -37,6 +37,9 @@ BESIDE = {  # the value of a flag that prevents step graphs
     "--log-max-attention-logit": ["--fp8-attention", "te"],
     "--attention-dropout": ["0.1", "--recompute-activations"],
     "--hidden-dropout": ["0.1", "--recompute-granularity", "selective", "--recompute-modules", "mlp"],
+    "--moe-input-jitter-eps": [
+        *("0.1", "--recompute-granularity", "selective", "--recompute-modules", "moe", "--hidden-dropout", "0"),
+    ],
     "--skip-train": [],
     "--fp8-sharpness-eval": ["x"],
 }
@@ -172,6 +175,7 @@ ALL_HERE = "--num-experts 4 --disable-bias-linear --fp8-experts --moe-grouped-ge
         ("--no-fp8-wgrad", True),
         ("--fp8-bf16-layers *.linear_fc2", True),
         ("--first-last-layers-bf16", True),
+        ("--moe-input-jitter-eps 0.1", False),
     ],
 )
 def test_a_graph_with_experts_needs_counts_that_stay_on_the_gpu(more, counted, parse, monkeypatch):
