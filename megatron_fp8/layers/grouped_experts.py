@@ -25,6 +25,11 @@ from ..engine.owned_weight import GRAD, INPUT
 from ..gemm import grouped
 from ..ops.groups import Groups, groups_of
 
+LOST = (
+    "experts' rows, or their gradient, were changed between the dispatcher and the experts, by a hook or a wrapper; "
+    "remove it, or --moe-grouped-gemm"
+)
+
 
 class Box:
     """What the rows of a grouped product are made of. The product finds the box on its input, or has left it on its
@@ -47,18 +52,15 @@ class Box:
         leave_box(ticket, self)
         return self.put(ticket, rows, source)
 
-    def take(self, ticket: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(Rows, source) that `ticket` stands for, once; (None, None) if nothing was put here.
+    def take(self, given: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(Rows, source) that `given` stands for, once; (None, None) if it is no ticket.
 
         Raises RuntimeError if something on the way has replaced the ticket.
         """
-        rows, source = self.rows, self.source
-        if rows is not None and ticket is not self.ticket:
-            raise RuntimeError(
-                "an expert's rows were changed on their way between dispatcher and experts, by a hook or a wrapper; "
-                "remove it, or --moe-grouped-gemm"
-            )
+        rows, source, waited = self.rows, self.source, self.ticket
         self.rows = self.source = self.ticket = None
+        if rows is not None and given is not waited:
+            raise RuntimeError(LOST)
         return rows, source
 
 
@@ -81,8 +83,10 @@ class Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, anchor, box: Box | None, bank: Bank, groups: Groups, cut: bool, training: bool):
-        how, mine = {"rows": True, "columns": anchor is not None}, box_on(x)
-        rows, source = (None, None) if mine is None else mine.take(x)
+        how = {"rows": True, "columns": anchor is not None}
+        rows, source = (box_on(x) or Box()).take(x)
+        if rows is None and x.numel() > 1 and not any(x.stride()):
+            raise RuntimeError(LOST)  # a ticket without its box
         if rows is None:
             q = bank.cast(x, INPUT, groups, **how, training=training)
         elif source is None:

@@ -101,6 +101,13 @@ def test_no_value_is_read(together, monkeypatch):
     assert banks[0].read == ((TOKENS if together else TOKENS * TOP), HIDDEN)
 
 
+def test_a_ticket_that_was_replaced_is_found(monkeypatch):
+    """Between the dispatcher and the experts, by a view of it. To compute with it gives NaN."""
+    monkeypatch.setattr(LocalDispatcher, "token_dispatch", lambda self, rows, probs: (rows.view(-1, HIDDEN), probs))
+    with pytest.raises(RuntimeError, match="were changed between the dispatcher and the experts"):
+        one_pass(monkeypatch)
+
+
 def test_stocks_sort_reads_counts(monkeypatch):
     monkeypatch.delattr(LocalDispatcher, "dispatch_postprocess")
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
