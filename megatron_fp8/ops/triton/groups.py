@@ -61,7 +61,7 @@ def _groups_kernel(
 
 @launched
 @triton.jit(do_not_specialize=["zero"])
-def _routed_kernel(
+def _quantize_routed_kernel(
     x_ptr, K, source_ptr, expert_ptr, scale_ptr, out_ptr, amax_ptr, zero, E4M3: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -81,7 +81,7 @@ def _routed_kernel(
 
 @launched
 @triton.jit
-def _spread_kernel(
+def _spread_groups_kernel(
     codes_ptr, M, K, first_ptr, source_ptr, experts, out_ptr, out_t_ptr,
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -157,8 +157,8 @@ def quantize_routed(
     x, rows, K = x.contiguous(), source.numel(), x.shape[1]
     payload = empty_payload(x, (rows, K), fmt)
     if rows:
-        block = min(ROW, next_power_of_2(K))
-        _routed_kernel[(rows,)](x, K, source, expert, scale, payload, amax_out, 0, E4M3=fmt == E4M3, BLOCK=block)
+        how = {"E4M3": fmt == E4M3, "BLOCK": min(ROW, next_power_of_2(K))}
+        _quantize_routed_kernel[(rows,)](x, K, source, expert, scale, payload, amax_out, 0, **how)
     return payload
 
 
@@ -169,7 +169,7 @@ def spread_groups(
     codes, M, K = codes.contiguous(), groups.rows, codes.shape[1]
     payload = codes.new_empty(M, K) if rows else None
     payload_t = codes.new_empty(K, M) if columns else None
-    _spread_kernel[(M // cast.TILE_M * cdiv(K, cast.TILE_K),)](
+    _spread_groups_kernel[(M // cast.TILE_M * cdiv(K, cast.TILE_K),)](
         codes, M, K, groups.first, groups.source, groups.counts.numel(), payload, payload_t,
         TILE_M=cast.TILE_M, TILE_K=cast.TILE_K, GROUP=TILE, num_warps=cast.TILE_WARPS,
     )  # fmt: skip
