@@ -278,6 +278,7 @@ ROPE_UNSCALED = When(
 )
 WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
 WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
+SENT_IN_FP8 = When("given, with --fp8-dispatch", lambda value, args: bool(value) and bool(args.fp8_dispatch))
 WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
 
 # Reasons and remedies that several rows share. Adapted flags with one reason share a log line.
@@ -289,6 +290,7 @@ OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always 
 DEFERRED = "switched off: stock's code for it treats each column-parallel linear as an LM head (same result)"
 ONE_STREAM = "switched off: the level's linears share memory, on one stream (same but for the order of a sum)"
 OWN_GROUPS = "the level casts and multiplies the rows of a rank's experts together (docs/experts.md)"
+OWN_PERMUTATION = "switched off: the level's kernel gathers the rows and casts them (same but for the order of a sum)"
 TORCH_GELU = "switched off: the level uses torch's (same result, except that GELU is exact instead of its tanh form)"
 NO_GRAPHS = "switched off: a level graphs whole steps (same result)"
 WHOLE_STEPS = "full_iteration instead: a level graphs whole steps (same result)"
@@ -529,6 +531,7 @@ TABLE: list[Row] = [
     *_adapt("--no-rope-fusion", False, OWN_ROTATION, LEFT_ON, missing=TE),
     *_honour("--no-rope-fusion", "stock's unfused code rotates, which rounds to BF16", OFF, field="fuses_rotary"),
     *_adapt("--moe-permute-fusion --moe-router-fusion", False, ABSENT, missing=TE),
+    *_adapt("--moe-permute-fusion", False, OWN_PERMUTATION, SENT_IN_FP8),
     *_adapt("--te-rng-tracker", False, ABSENT, UNGRAPHED, missing=TE),
     *_adapt("--te-rng-tracker", True, GRAPHED_NOISE, GRAPHED),
     *_adapt("--cross-entropy-fusion-impl", "native", "native instead: stock's own", one_of("te")),

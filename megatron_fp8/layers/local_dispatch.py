@@ -11,7 +11,8 @@ same in each step, and a step can be recorded as a graph (engine/step_graph.py).
 Nor is x gathered in BF16, if the experts run together: their cast reads it row by row. Stock gathers it, sorts the
 sorted rows once more, which copies them, and does the same on the way back. Of each element of (R, h) this spares 12
 bytes of memory traffic in a forward pass, and 8 in a backward pass. The results are stock's, bit for bit
-(tests/cpu/test_grouped_experts.py).
+(tests/cpu/test_grouped_experts.py). With --moe-permute-fusion Transformer Engine's kernels gather the rows, as in
+stock: its permutation does not say from which token a row comes.
 """
 
 import torch
@@ -49,7 +50,8 @@ class LocalDispatcher(OwnDispatcher):
 
     def dispatch_preprocess(self, hidden_states, routing_map, probs):
         """(x (..., h), map (T, E), probabilities (T, E)) -> (rows (R, h) or their ticket, probabilities (R,))."""
-        if self.config.moe_apply_probs_on_input or not self.experts.takes_tickets():
+        config = self.config
+        if config.moe_permute_fusion or config.moe_apply_probs_on_input or not self.experts.takes_tickets():
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         tokens, probs = self.permuted(hidden_states, routing_map, probs)
         return Gathered.apply(hidden_states, tokens), probs

@@ -9,6 +9,7 @@ import architecture
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_fp8.gemm import grouped
@@ -44,7 +45,7 @@ class Linears:
         self.gradients += 1
 
 
-def one_pass(monkeypatch, together: bool = True) -> tuple[Linears, Linears]:
+def one_pass(monkeypatch, together: bool = True, fused: bool = False) -> tuple[Linears, Linears]:
     config = SimpleNamespace(
         num_moe_experts=EXPERTS, moe_router_topk=TOP, moe_permute_fusion=False, moe_expert_capacity_factor=None,
         moe_pad_expert_input_to_capacity=False, moe_router_padding_for_quantization=False, cuda_graph_impl="none",
@@ -59,6 +60,7 @@ def one_pass(monkeypatch, together: bool = True) -> tuple[Linears, Linears]:
         local_expert_indices=list(range(EXPERTS)), config=config,
     )  # fmt: skip
     dispatcher = LocalDispatcher(stock, SimpleNamespace(takes_tickets=lambda: together))
+    config.moe_permute_fusion = fused  # only now: stock's own tables would need a GPU
     banks = Linears(2 * WIDTH, HIDDEN), Linears(HIDDEN, WIDTH)
     x = torch.empty(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
     logits = torch.empty(TOKENS, EXPERTS, device="meta", requires_grad=True)
@@ -99,6 +101,26 @@ def test_no_value_is_read(together, monkeypatch):
     banks = one_pass(monkeypatch, together)
     assert [bank.gradients for bank in banks] == [1, 1]
     assert banks[0].read == ((TOKENS if together else TOKENS * TOP), HIDDEN)
+
+
+def test_transformer_engines_permutation_gathers_the_rows(monkeypatch):
+    """Its map of rows has another form, which only its own kernels read (--moe-permute-fusion)."""
+    form, gathered = (TOKENS, 2 * EXPERTS + 1), []
+
+    def permute(x, probs, routing_map, num_out_tokens):
+        gathered.append(tuple(x.shape))
+        return x.repeat(TOP, 1), probs.view(-1)[:num_out_tokens], x.new_empty(form, dtype=torch.int32)
+
+    def unpermute(rows, found, merging_probs, restore_shape, **how):
+        assert rows.shape == (TOKENS * TOP, HIDDEN) and found.shape == form
+        return rows[:TOKENS].view(restore_shape)
+
+    monkeypatch.setattr(moe_utils, "HAVE_TE", True)
+    monkeypatch.setattr(moe_utils, "is_te_min_version", lambda version: False)
+    monkeypatch.setattr(moe_utils, "fused_permute_with_probs", permute)
+    monkeypatch.setattr(moe_utils, "fused_unpermute", unpermute)
+    banks = one_pass(monkeypatch, fused=True)
+    assert gathered == [(TOKENS, HIDDEN)] and banks[0].read == (TOKENS * TOP, HIDDEN)
 
 
 def test_a_ticket_that_was_replaced_is_found(monkeypatch):

@@ -53,6 +53,10 @@ COMPANIONS = {  # other flags that a flag, or one of its rows, needs to have an 
     "--no-bias-gelu-fusion": ["--num-experts", "4"],
     stock_flags.WITH_FP8_WEIGHTS.text: ["--fp8-level", "O3"],
     stock_flags.OWNED.text: ["--fp8-experts", "--num-experts", "4", "--disable-bias-linear"],
+    stock_flags.SENT_IN_FP8.text: [
+        *("--fp8-dispatch", "both", "--fp8-experts", "--num-experts", "4", "--disable-bias-linear"),
+        *("--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall", "--expert-model-parallel-size", "2"),
+    ],
     stock_flags.WITH_SAVE.text: ["--save", "somewhere"],
     stock_flags.ROPE_SCALED.text: ["--use-rope-scaling"],
     stock_flags.STAGES_BETWEEN.text: ["--pipeline-model-parallel-size", "4"],
