@@ -286,6 +286,7 @@ ABSENT = "switched off: needs apex or Transformer Engine, not installed here (sa
 OWN_ROTATION = "the level's own kernel rotates in FP32; rotation by stock is unfused without Transformer Engine"
 TE_LAYERS = "switched off: speeds up Transformer Engine's layers, which the level replaces (same result)"
 SINGLY = "switched off: without --fp8-experts a level runs routed experts in BF16, one after the other (same result)"
+NOT_ALONE = "use moe instead: a level recomputes whole experts, and not their activation function alone"
 OWN_OVERLAP = "without Transformer Engine's buffers: the level's linears always overlap gathers and sums with GEMMs"
 DEFERRED = "switched off: stock's code for it treats each column-parallel linear as an LM head (same result)"
 ONE_STREAM = "switched off: the level's linears share memory, on one stream (same but for the order of a sum)"
@@ -444,7 +445,7 @@ TABLE: list[Row] = [
     *_refuse("--moe-mlp-glu-interleave-size --moe-shared-expert-glu-interleave-size", GROUPED),
     *_refuse("--use-grouped-gemm-for-shared-expert --moe-paged-stash", GROUPED),
     *_refuse("--moe-single-grouped-weight --moe-single-grouped-bias", GROUPED),
-    *_refuse("--recompute-modules", "use moe instead: moe_act needs grouped GEMMs", WITH_MOE_ACT),
+    *_refuse("--recompute-modules", NOT_ALONE, WITH_MOE_ACT),
     *_honour("--mlp-chunks-for-training", "each chunk must hold a multiple of 16 tokens"),
     *_refuse("--moe-use-upcycling", "convert the checkpoint with --fp8-level O0 first"),
     *_refuse("--init-model-with-meta-device", "remove it: the level needs the initial weights"),

@@ -684,6 +684,16 @@ def test_dispatch_in_fp8(parse):
         assert config_from_args(parse(*O1, *flags.split())).dispatch == "off"
 
 
+@pytest.mark.parametrize("owned", ["", "--fp8-experts", "--fp8-experts --moe-grouped-gemm"])
+def test_the_experts_activation_function_is_not_recomputed_alone(owned, parse):
+    """moe_act is refused by name, whoever computes the experts; moe, shared_experts and the rest are not."""
+    experts = [*O1, *f"{owned} --num-experts 2 --disable-bias-linear --recompute-granularity selective".split()]
+    for modules in ("moe_act", "core_attn moe_act"):
+        message = error_of(config_from_args, parse(*experts, "--recompute-modules", *modules.split()))
+        assert message.startswith(f"--recompute-modules {modules}: use moe instead: ")
+    assert config_from_args(parse(*experts, *"--recompute-modules core_attn moe shared_experts".split()))
+
+
 def test_widths_of_owned_experts_are_those_of_a_rank(parse):
     """Expert tensor parallelism, by default tensor parallelism, divides them."""
     experts = [*O1, *"--fp8-experts --num-experts 2 --disable-bias-linear --moe-ffn-hidden-size 48".split()]

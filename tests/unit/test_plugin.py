@@ -295,6 +295,10 @@ def test_what_cannot_be_enabled_is_one_line_and_nothing_is_hooked(run, call, sai
     [
         ("fp8='hybrid'", "TransformerConfig.fp8 hybrid: stock's FP8, "),
         ("fp8=None, fp8_recipe='mxfp8'", "TransformerConfig.fp8_recipe: as --fp8-recipe mxfp8: "),
+        (
+            "num_moe_experts=2, moe_grouped_gemm=True, recompute_modules=['moe_act']",
+            "TransformerConfig.recompute_modules: as --recompute-modules moe_act: use moe instead: ",
+        ),
         ("fp4='e2m1'", "TransformerConfig.fp4: as --fp4-format e2m1: "),
     ],
 )
