@@ -59,5 +59,6 @@ if os.environ.get("FP8_TEST_LOOP"):
     Bank.ready = False
 if os.environ.get("FP8_TEST_DISPATCHER") == "stock":
     model.keep_counts_here = lambda chunk: None
-atexit.register(lambda: print(f"together {calls}\ncopied {copies}\nlooped {loops}", flush=True))
+# In one write, so that two ranks' lines do not mix.
+atexit.register(lambda: os.write(1, f"\ntogether {calls}\ncopied {copies}\nlooped {loops}\n".encode()))
 runpy.run_path(str(ROOT / "tests/scripts/owned_experts.py"), run_name="__main__")
