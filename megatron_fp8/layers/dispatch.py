@@ -41,7 +41,7 @@ from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..flags.dispatch import DISPATCH, OFF
 from ..ops import source
-from .experts import Fp8Experts
+from .experts import Banks, Fp8Experts
 from .function import Function
 from .grouped_experts import Box, box_on
 from .own_dispatcher import OwnDispatcher
@@ -144,19 +144,20 @@ class Fp8Dispatcher(OwnDispatcher):
     def __init__(self, stock: MoEAlltoAllTokenDispatcher, experts: Fp8Experts, both: bool):
         super().__init__(stock, experts)
         self._both = both
+        self._banks: Banks | None = None  # of the pass, if its rows travel in FP8
         self._x: torch.Tensor | None = None  # while its rows travel
-        self._route: Route | None = None  # until y is combined
+        self._route: Route | None = None  # until y is combined, if dy will travel in FP8
 
     def dispatch_preprocess(self, hidden_states, routing_map, probs):
         """(x (..., h), map (T, E), probabilities (T, E)) -> (rows (R, h), probabilities (R,)); FP8 rows as bytes."""
-        banks, x = self.experts.may_get_codes(), hidden_states
+        self._banks, x = self.experts.may_get_codes(), hidden_states
         self._x = self._route = None
-        if banks is None:
+        if self._banks is None:
             return super().dispatch_preprocess(x, routing_map, probs)
         tokens, probs = self.permuted(x, routing_map, probs)
         self._x, self._expert = x, self._expert_of_rows()
         flat = source.rows(x.detach())
-        codes = banks[0].send(flat, INPUT, tokens, self._expert, training=self.experts.training)
+        codes = self._banks[0].send(flat, INPUT, tokens, self._expert, training=self.experts.training)
         self._type = codes.dtype
         return codes.view(torch.uint8), probs
 
@@ -170,12 +171,12 @@ class Fp8Dispatcher(OwnDispatcher):
     def dispatch_postprocess(self, global_input_tokens, global_probs):
         """(Rows, probabilities) as they have arrived -> (rows (R', h), the number of each expert's, probabilities)."""
         rows, counts, probs = super().dispatch_postprocess(global_input_tokens, global_probs)
-        banks, x, self._x = self.experts.may_get_codes(), self._x, None
-        if x is None or banks is None:
+        x, self._x = self._x, None
+        if self._banks is None:
             return rows, counts, probs
         route = self._way(counts)
         stay = rows.shape[0] > 0 and self.experts.takes_tickets()
-        rows = Dispatched.apply(x, rows.view(self._type), route, banks[0], stay)
+        rows = Dispatched.apply(x, rows.view(self._type), route, self._banks[0], stay)
         self._route = route if self._both else None
         return rows, counts, probs
 
@@ -198,11 +199,9 @@ class Fp8Dispatcher(OwnDispatcher):
 
     def combine_preprocess(self, hidden_states):
         """y (R', h) -> rows on their way back; with both ways in FP8, all of it."""
-        if self._route is None:
+        if self._route is None or self._banks is None:
             return super().combine_preprocess(hidden_states)
-        banks = self.experts.may_get_codes()
-        assert banks is not None
-        how = self._route, banks[1], box_on(hidden_states), self.experts.training
+        how = self._route, self._banks[1], box_on(hidden_states), self.experts.training
         return Combined.apply(hidden_states, self._combine, *how)
 
     def _combine(self, y: torch.Tensor) -> torch.Tensor:

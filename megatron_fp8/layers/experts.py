@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from ..engine.bank import Bank
 from ..flags.numeric_checks import GEMM_MULTIPLE
-from .grouped_experts import experts_together
+from .grouped_experts import box_on, experts_together
 from .linear import hooked
 
 type Banks = tuple[Bank, Bank]  # of fc1 and of fc2
@@ -61,7 +61,7 @@ class Fp8Experts(SequentialMLP):
         rows, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
             rows, probs = (probs.unsqueeze(-1) * rows).to(rows.dtype), torch.ones_like(probs)
-        if self._banks and rows.shape[0] and self._together():
+        if self._banks and rows.shape[0] and (box_on(rows) is not None or self._together()):
             fc1, fc2 = self._banks
             counts = tokens_per_expert
             if self.num_local_experts == 1:
@@ -82,7 +82,10 @@ class Fp8Experts(SequentialMLP):
         return self._banks if self._banks and all(bank.ready for bank in self._banks) else None
 
     def takes_tickets(self) -> bool:
-        """Whether a ticket may stand for the rows of the pass that begins, if there are any."""
+        """Whether a ticket may stand for the rows of the pass that begins, if there are any.
+
+        It asks all experts' weights and modules, of which a rank may have hundreds; so it is asked once a pass.
+        """
         return self._together() and not hooked(self)
 
     def _together(self) -> bool:

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_fp8.gemm import grouped
-from megatron_fp8.layers.grouped_experts import experts_together
+from megatron_fp8.layers.experts import Fp8Experts
 from megatron_fp8.layers.local_dispatch import LocalDispatcher
 from megatron_fp8.numerics.scaled import ScaledTensor
 
@@ -59,16 +59,22 @@ def one_pass(monkeypatch, together: bool = True, fused: bool = False) -> tuple[L
         ep_group=alone, tp_group=alone, tp_ep_group=alone, num_local_experts=EXPERTS,
         local_expert_indices=list(range(EXPERTS)), config=config,
     )  # fmt: skip
-    dispatcher = LocalDispatcher(stock, SimpleNamespace(takes_tickets=lambda: together))
+    banks, asked = (Linears(2 * WIDTH, HIDDEN), Linears(HIDDEN, WIDTH)), []
+    like = SimpleNamespace(config=config, activation_func=F.silu)
+    experts = SimpleNamespace(
+        config=config, _banks=banks, num_local_experts=EXPERTS, local_experts=[like] * EXPERTS, training=True,
+        takes_tickets=lambda: asked.append(1) or together, _together=lambda: asked.append(1) or True,
+    )  # fmt: skip
+    dispatcher = LocalDispatcher(stock, experts)
     config.moe_permute_fusion = fused  # only now: stock's own tables would need a GPU
-    banks = Linears(2 * WIDTH, HIDDEN), Linears(HIDDEN, WIDTH)
     x = torch.empty(TOKENS, 1, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=True)
     logits = torch.empty(TOKENS, EXPERTS, device="meta", requires_grad=True)
     chosen = torch.zeros_like(logits).scatter(1, logits.topk(TOP).indices, 1).bool()
     rows, probs = dispatcher.dispatch_preprocess(x, chosen, logits.softmax(1) * chosen)
     rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, probs))
     assert rows.shape == (TOKENS * TOP, HIDDEN) and counts.device.type == "meta"
-    y = experts_together(SimpleNamespace(config=config, activation_func=F.silu), *banks, rows, counts, probs, True)
+    y, _ = Fp8Experts.forward(experts, rows, counts, probs)
+    assert not together or len(asked) == 1  # it is a look at hundreds of modules
     y = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(y)))
     y.sum().backward()
     assert y.shape == x.shape == x.grad.shape and logits.grad is not None
