@@ -175,8 +175,8 @@ class Fp8Dispatcher(OwnDispatcher):
         if self._banks is None:
             return rows, counts, probs
         route = self._way(counts)
-        stay = rows.shape[0] > 0 and self.experts.takes_tickets()
-        rows = Dispatched.apply(x, rows.view(self._type), route, self._banks[0], stay)
+        self._stay = rows.shape[0] > 0 and self.experts.takes_tickets()
+        rows = Dispatched.apply(x, rows.view(self._type), route, self._banks[0], self._stay)
         self._route = route if self._both else None
         return rows, counts, probs
 
@@ -201,7 +201,8 @@ class Fp8Dispatcher(OwnDispatcher):
         """y (R', h) -> rows on their way back; with both ways in FP8, all of it."""
         if self._route is None or self._banks is None:
             return super().combine_preprocess(hidden_states)
-        how = self._route, self._banks[1], box_on(hidden_states), self.experts.training
+        box = box_on(hidden_states) if self._stay else None  # a hook on the experts reads values
+        how = self._route, self._banks[1], box, self.experts.training
         return Combined.apply(hidden_states, self._combine, *how)
 
     def _combine(self, y: torch.Tensor) -> torch.Tensor:

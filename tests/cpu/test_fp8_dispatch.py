@@ -100,6 +100,15 @@ def test_a_hook_on_one_rank_reads_what_was_sent():
     assert narrow[:2] == wide[:2] and [*map(float, narrow)] == pytest.approx([*map(float, wide)], abs=5e-4)
 
 
+def test_a_hook_on_all_experts_sees_values():
+    """Of the gradient too, which comes in FP8."""
+    command = [*TINY_GPT, *f"{MOE} {STEPS} --fp8-level O3 {EP2} --fp8-dispatch both".split()]
+    env = {"PYTHONPATH": script_path(), "FP8_TEST_LOOK": "0"}
+    run = run_megatron(2, command, script="tests/scripts/dispatched_experts.py", env=env, timeout=300)
+    (smallest,) = (line for line in run.lines if line.startswith("looked "))
+    assert float(smallest.removeprefix("looked ")) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["--expert-model-parallel-size 2", "--expert-model-parallel-size 4"])
 def test_a_resumed_run_goes_on(layout, tmp_path):
