@@ -33,8 +33,8 @@ def borrowed(engine: "EngineOptimizer", chunk: torch.nn.Module, state: dict[str,
     for codes; the weights are then as they were.
     """
     engine.prepare_model_params_for_param_sync()
-    scalings = [owned.scaling for owned in engine.sets if owned.scaling is not None]
-    seen = [scaling.amax.clone() for scaling in scalings]
+    parts = [part for owned in engine.sets for part in (owned.scaling, owned.parts.dispatch) if part is not None]
+    seen = [part.amax.clone() for part in parts]
     tensors = [*chunk.parameters(), *(buffer for _, buffer in chunk.named_buffers())]  # DDP has its own `buffers`
     own = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     lent = contextlib.ExitStack()
@@ -49,8 +49,8 @@ def borrowed(engine: "EngineOptimizer", chunk: torch.nn.Module, state: dict[str,
             for tensor, values in own:
                 tensor.copy_(values)
         lent.close()
-        for scaling, amax in zip(scalings, seen, strict=True):
-            scaling.amax.copy_(amax)
+        for part, amax in zip(parts, seen, strict=True):
+            part.amax.copy_(amax)
 
 
 @torch.no_grad()

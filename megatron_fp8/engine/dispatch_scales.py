@@ -28,6 +28,9 @@ class DispatchScales:
         scaling: of this rank's experts.
         banks: for each bank of this rank, the slots (INPUT, GRAD) of its experts; alike on all ranks of the group.
         group: the ranks of expert parallelism.
+
+    Attributes:
+        amax: (banks, roles, experts of all ranks) float32, what this rank has cast in the step.
     """
 
     def __init__(self, scaling: DelayedScaling, banks: Sequence[Sequence[tuple[int, int]]], group: dist.ProcessGroup):
@@ -36,7 +39,7 @@ class DispatchScales:
         self._places = torch.tensor(banks, device=device).mT.contiguous()  # (banks, roles, experts of a rank)
         self._bank = {bank[0]: i for i, bank in enumerate(banks)}
         shape = (*self._places.shape[:2], self._places.shape[2] * group.size())
-        self._amax = torch.zeros(shape, device=device)
+        self.amax = torch.zeros(shape, device=device)
         self._scale = torch.ones(shape, device=device)
         self._of: torch.Tensor | None = None  # the scales that were gathered
 
@@ -46,7 +49,7 @@ class DispatchScales:
         if self._of is not self._scaling.scale:
             self._gather()
         bank = self._bank[first]
-        return self._scale[bank, role], self._amax[bank, role]
+        return self._scale[bank, role], self.amax[bank, role]
 
     def _gather(self) -> None:
         self._of = self._scaling.scale
@@ -57,13 +60,13 @@ class DispatchScales:
 
     def begin_step(self) -> None:
         """Forget the amaxes of a step that was skipped."""
-        self._amax.zero_()
+        self.amax.zero_()
 
     def settle(self) -> None:
         """The step ends: raise the amaxes of this rank's experts to those of what was sent to them. Collective over the
         group."""
-        all_reduce_largest(self._amax, self._group)
-        mine = self._amax.unflatten(2, (self._group.size(), -1))[:, :, self._group.rank()]
+        all_reduce_largest(self.amax, self._group)
+        mine = self.amax.unflatten(2, (self._group.size(), -1))[:, :, self._group.rank()]
         amax = self._scaling.amax
         amax[self._places] = torch.maximum(amax[self._places], mine)
-        self._amax.zero_()
+        self.amax.zero_()

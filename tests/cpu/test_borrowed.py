@@ -8,6 +8,9 @@ from megatron_runs import TINY_GPT, run_megatron, script_path
 
 SIX = "--train-iters 6 --lr-decay-iters 10 --attention-backend auto".split()
 slow = pytest.mark.slow
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none "
+EXPERTS += "--fp8-experts --moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 "
+EXPERTS += "--fp8-dispatch both --use-distributed-optimizer"
 
 
 def train(how, level, nproc, *flags):
@@ -30,6 +33,7 @@ def seen(run) -> tuple[float, float | None, float, bool, int]:
         pytest.param("O3", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", marks=slow),
         pytest.param("O3", 2, "--tensor-model-parallel-size 2", marks=slow),
         ("O3", 1, "--fp8-recipe tensorwise --keep-fp8-transpose-cache"),
+        pytest.param("O3", 2, EXPERTS, marks=slow),
         pytest.param("O2", 1, "", marks=slow),
         pytest.param("O1", 1, "", marks=slow),
     ],

@@ -49,6 +49,7 @@ def held(engine) -> list[torch.Tensor]:
                 found += [weight.stored.payload, weight.stored.scale_inv]
         for slots in (owned.scaling, owned.weight_scaling):
             found += [slots.scale, slots.amax] if slots is not None else []
+        found += [owned.parts.dispatch.amax] if owned.parts.dispatch is not None else []
     return [t.contiguous().view(-1).view(torch.uint8).clone() for t in found]
 
 
@@ -92,8 +93,9 @@ def train_step(stock):
             )
             after = loss_of(chunk)
             for owned in engine.sets:  # what these passes have told them
-                if owned.scaling is not None:
-                    owned.scaling.amax.zero_()
+                for part in owned.scaling, owned.parts.dispatch:
+                    if part is not None:
+                        part.amax.zero_()
             if mpu.get_tensor_model_parallel_rank() == mpu.get_data_parallel_rank() == 0:
                 print(f"losses: {first} {meanwhile} {after}; same bytes: {same}; moved: {moved}", flush=True)
         return stock(forward, data, model, optimizer, *args, **kwargs)
