@@ -171,8 +171,8 @@ class StepGraph:
         self._engine, self._checks, self._reads_ahead, self._log = engine, checks, reads_ahead, log
         self._wanted, self._pace = wanted, Pace(log)
         self._steps = 0  # without a graph
-        # For each kind of step, how many additions read a seed. A kind is recorded after it has run once, because a
-        # recording may load no kernel.
+        # For each kind of step, how many additions read a seed. A kind is recorded after it has run once with known
+        # scales, because a recording may load no kernel. Without them other kernels cast, and experts run one by one.
         self._additions: dict[tuple, int] = {}
         self._recorded: dict[tuple, Recorded] = {}
         self._pool: Any = None  # the memory of all graphs
@@ -211,9 +211,11 @@ class StepGraph:
                 self._pace.graphed = True
                 return self._replay(self._recorded[key], number)
             self._steps += 1
+            scaled = self._scaled
             with RecordedSeeds(self._sinks) as seeds:
                 result = step()
-            self._additions[key] = seeds.count
+            if scaled:
+                self._additions[key] = seeds.count
             return result
 
         return __call__
@@ -254,10 +256,14 @@ class StepGraph:
         inside = events.cast, events.forward, events.backward, events.gradient, events.gradient_added, events.reducing
         return any(inside) or (watch is not None and watch.any_in_bf16)
 
+    @property
+    def _scaled(self) -> bool:
+        """Whether casts have their scales: after a first step."""
+        return all(owned.scaling is None or owned.scaling.warm for owned in self._engine.sets)
+
     def _warm(self, model: list) -> bool:
         """Whether casts have their scales, and modules wait for their weights: both are so after a first step."""
-        scaled = all(owned.scaling is None or owned.scaling.warm for owned in self._engine.sets)
-        return scaled and all(
+        return self._scaled and all(
             bool(chunk.remove_forward_pre_hook_handles) or not chunk.ddp_config.overlap_param_gather for chunk in model
         )
 

@@ -57,6 +57,8 @@ class Job:
         )
         self.gather = SimpleNamespace(early=True, overlap=False, land=lambda: None)
         self.scaling = DelayedScaling([E4M3], 1, "most_recent", 0, "cpu")
+        self.scaling.amax.fill_(1.0)
+        self.scaling.update()  # as after a step
         owned = SimpleNamespace(
             linears=[self.weight], scaling=self.scaling, weight_scaling=None, reduction=Local(), gathers=[self.gather],
             buckets=[], remember=lambda: lambda: self.did.append("know"),
@@ -182,6 +184,14 @@ def test_memory_that_an_evaluation_outgrows_stays_the_graphs(monkeypatch):
     assert used() is not None
     job.graph.forget()
     assert used() is None
+
+
+def test_a_step_without_scales_loads_not_the_kernels_of_a_recording(monkeypatch):
+    job = Job(monkeypatch)
+    job.scaling.warm = False
+    assert job.step()[0][0] == "run"
+    assert job.step()[0][0] == "run"
+    assert job.step()[0] == "forget" and job.step() == REPLAY
 
 
 def test_without_scales_nothing_is_recorded(monkeypatch):
