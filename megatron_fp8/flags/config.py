@@ -329,7 +329,7 @@ def _experts(args: Namespace, grad_reduce: str, of_model: bool) -> bool:
         (of_model and not args.num_experts, "no --num-experts: there are no experts; remove it"),
         (of_model and args.add_bias_linear, "experts with biases; add --disable-bias-linear"),
         (
-            graphs.asked(args) and graphs.counts_stay(args) and not args.moe_grouped_gemm,
+            graphs.graphed(args) and not args.moe_grouped_gemm,
             f"{graphs.spelling(args)} needs experts that run together; add --moe-grouped-gemm",
         ),
         (grad_reduce == "shared", "--fp8-grad-reduce shared has no scale for an expert without a token; use block"),

@@ -28,7 +28,7 @@ def dispatch(args: Namespace, gemm: str) -> str:
         (not value_of(args, "--fp8-experts"), "experts read BF16; add --fp8-experts"),
         (
             args.expert_model_parallel_size == parts == 1,
-            "no row leaves its rank with --expert-model-parallel-size 1; remove one",
+            "no row leaves its rank at --expert-model-parallel-size 1; raise that, or remove this flag",
         ),
         (not args.moe_grouped_gemm, "experts that run one by one take BF16 rows; add --moe-grouped-gemm"),
         (sender != "alltoall", f"--moe-token-dispatcher-type {sender} sends BF16; use alltoall"),

@@ -11,6 +11,7 @@ import pytest
 from commands import MODEL, O1, error_of
 
 from megatron_fp8.flags import config as config_module
+from megatron_fp8.flags import graphs
 from megatron_fp8.flags.checks import check_data_files, check_device, check_megatron_version
 from megatron_fp8.flags.config import ALL, Fp8Config, adapt_stock_args, check_yaml, config_from_args
 from megatron_fp8.flags.level import CELLS
@@ -628,10 +629,6 @@ def test_a_blend_in_one_word_is_told_from_a_file_that_is_missing(data):
             "--num-experts 2 --disable-bias-linear --fp8-ckpt-compact",
             "--fp8-ckpt-compact does not know experts' ranks; remove one",
         ),
-        (
-            "--num-experts 2 --disable-bias-linear --moe-token-dispatcher-type alltoall --fp8-step-graph on",
-            "--fp8-step-graph on needs experts that run together; add --moe-grouped-gemm",
-        ),
     ],
 )
 def test_what_owned_experts_refuse(flags, why, parse):
@@ -639,9 +636,21 @@ def test_what_owned_experts_refuse(flags, why, parse):
     assert config_from_args(parse(*O1, *"--fp8-experts --num-experts 2 --disable-bias-linear".split())).experts
 
 
+def test_a_graph_of_experts_one_by_one_is_refused(parse, monkeypatch):
+    """But not if there will be no graph anyway: a line says so."""
+    here = "--fp8-experts --num-experts 2 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+    args = parse(*O1, *here.split(), "--fp8-step-graph", "on")
+    logged = parse(*O1, *here.split(), "--fp8-step-graph", "on", "--log-straggler")
+    assert config_from_args(args).experts
+    monkeypatch.setattr(graphs, "can_record", lambda: True)
+    message = "--fp8-experts: --fp8-step-graph on needs experts that run together; add --moe-grouped-gemm"
+    assert error_of(config_from_args, args) == message
+    assert config_from_args(logged).experts
+
+
 SENDS = "--num-experts 2 --disable-bias-linear --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2"
 OWNED = f"{SENDS} --fp8-experts --moe-grouped-gemm"
-ONE_RANK = "no row leaves its rank with --expert-model-parallel-size 1; remove one"
+ONE_RANK = "no row leaves its rank at --expert-model-parallel-size 1; raise that, or remove this flag"
 
 
 @pytest.mark.parametrize(
