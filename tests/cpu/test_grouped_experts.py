@@ -81,6 +81,7 @@ RECOMPUTED = "--recompute-granularity selective --recompute-modules moe"
                 (f"{RECOMPUTED} --moe-shared-expert-intermediate-size 64", 1),
                 (f"{ALONE} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1", 2),
                 (f"{ALONE} --moe-aux-loss-coeff 0.5 --moe-router-load-balancing-type aux_loss", 2),
+                ("--mtp-num-layers 1 --fp8-log-interval 2", 1),
                 ("--moe-router-topk 1 --moe-router-pre-softmax --moe-apply-probs-on-input --num-experts 1", 1),
             ]
         ),
