@@ -48,7 +48,10 @@ class Groups:
         return self.source.numel()
 
     def reading(self, source: torch.Tensor) -> "Groups":
-        """The same groups, of rows that are given as x[source] of some x; source (R,)."""
+        """The same groups, of rows that are given as x[source] of some x; source (R,).
+
+        x must not have R' rows, which would be read as padded; no x of R or fewer rows has, with two experts or more.
+        """
         table = torch.full_like(self.source, -1)
         table[self.place] = source.int()
         return replace(self, source=table)
