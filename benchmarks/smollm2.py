@@ -20,6 +20,7 @@ packed attention only through Transformer Engine) and O3 with the paper's FP16 m
     heldout_loss   SFT: nats a token of the answers
     accuracy       DPO: share of pairs whose margin is above 0, half of those at 0; `report` has Wilson's interval
     share          of Adam's update what the linears' masters took (tuned_gpt.py)
+    shown          of the masters' way what the weights show that GEMMs read
 """
 
 import argparse
@@ -66,7 +67,8 @@ TRAINING = (
 )
 RATES = {"sft": "--lr-decay-style linear --min-lr 0", "dpo": "--lr-decay-style constant --dpo-beta 0.1"}
 COLUMNS = ["gpu", "torch", "commit", "date", "arm", "seed", "stage", "lr", "steps", "batch", "seq", "flags"]
-COLUMNS += ["heldout_loss", "accuracy", "counted", "margin", "kl", "log_ratio", "share", "first_loss", "last_loss"]
+COLUMNS += ["heldout_loss", "accuracy", "counted", "margin", "kl", "log_ratio", "share", "shown"]
+COLUMNS += ["first_loss", "last_loss"]
 SAME = ("arm", "seed", "stage", "lr", "steps", "batch", "seq", "flags")  # what makes a row the one that is wanted
 
 
@@ -247,7 +249,8 @@ def figures(log: str) -> dict:
              "log_ratio": "abs log-ratio"}  # fmt: skip
     found = {column: f"{mean[name]:.6f}" if name in mean else "" for column, name in names.items()}
     found["counted"] = str(round((sums.get("accuracy") or sums.get("lm loss") or (0, 0))[1]))
-    found["share"] = f"{last['SHARE']['share']:.4f}" if "SHARE" in last else ""
+    for name in ("share", "shown"):
+        found[name] = f"{last['SHARE'][name]:.4f}" if "SHARE" in last else ""
     seen = losses(log)
     return found | ({"first_loss": f"{seen[0]:.6f}", "last_loss": f"{seen[-1]:.6f}"} if seen else {})
 
@@ -282,7 +285,7 @@ def wilson(right: float, number: int, z: float = 1.96) -> tuple[float, float]:
 def report(rows: list[dict]) -> list[str]:
     """Lines of a Markdown table: an arm a row, the mean of its seeds and their spread."""
     lines = ["| arm | seeds | SFT: held-out loss | share of the update | DPO: accuracy, all seeds' pairs (95 %) "
-             "| by seed | margin | log-ratio | share of the update |", "|---" * 9 + "|"]  # fmt: skip
+             "| by seed | margin | log-ratio | share of the update | shown |", "|---" * 10 + "|"]  # fmt: skip
     for arm in ARMS:
         of = {stage: [row for row in rows if row["arm"] == arm and row["stage"] == stage] for stage in ("sft", "dpo")}
         if not of["sft"] and not of["dpo"]:
@@ -301,7 +304,7 @@ def report(rows: list[dict]) -> list[str]:
             accuracy = f"{right / number:.3f} ({low:.3f} to {high:.3f} of {number:,})"
         cells = [arm, len(seeds or of["sft"]), means("sft", "heldout_loss", ".4f"), means("sft", "share", ".3f")]
         cells += [accuracy, " ".join(seeds), means("dpo", "margin", ".4f"), means("dpo", "log_ratio", ".4f")]
-        cells.append(means("dpo", "share", ".3f"))
+        cells += [means("dpo", "share", ".3f"), means("dpo", "shown", ".3f")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

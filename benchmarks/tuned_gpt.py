@@ -13,7 +13,9 @@ torch's allocator holds after it, and the most that it held since the step befor
                     Megatron itself takes the mean of micro-batches' means.
     SHARE {...}     the part of Adam's update that the masters take, of every eighth step so far: the sum of d u over
                     the sum of u u, where d is a master's change, and u the one that Adam in FP32 makes of the same
-                    states and gradients. A level's linears alone; an FP32 master takes 1.
+                    states and gradients. A level's linears alone; an FP32 master takes 1. "shown": how much of the
+                    masters' way since the start the weights show that GEMMs read: the sum of w m over that of m m,
+                    where w and m are the changes of weight and master.
 """
 
 import functools
@@ -94,26 +96,40 @@ def watch_updates() -> None:
     from megatron_fp8.ops.adam import adam_step as in_fp32
     from megatron_fp8.ops.adam_states import read_master
 
-    stock, sums, steps = bucket.adam_step, [0.0, 0.0], [0]
+    stock, sums, steps = bucket.adam_step, [0.0] * 4, [0]
+    began: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by a bucket's memory: its masters and weights
+
+    def both(master, weight) -> tuple[torch.Tensor, torch.Tensor]:
+        shown = weight.dequantize() if isinstance(weight, ScaledTensor) else weight.float()
+        return read_master(master, weight).clone(), shown  # an FP32 master is read as it lies, and Adam writes there
 
     @torch.no_grad()
     def adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale=None, amax=None):
+        place = (weight.payload if isinstance(weight, ScaledTensor) else weight).data_ptr()
+        if place not in began:
+            began[place] = both(master, weight)
         if hyper.step % EVERY:
             stock(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
             return
         if steps[0] != hyper.step and steps[0]:
-            print("SHARE", json.dumps({"step": steps[0], "share": sums[0] / sums[1]}), flush=True)
+            said = {"step": steps[0], "share": sums[0] / sums[1], "shown": sums[2] / sums[3]}
+            print("SHARE", json.dumps(said), flush=True)
+            sums[2:] = 0.0, 0.0
         steps[0] = hyper.step
-        before = read_master(master, weight)
+        before = read_master(master, weight).clone()
         exact, unused = before.clone(), before.bfloat16()
         averages = read_average(m, is_square=False).clone(), read_average(v, is_square=True).clone()
         in_fp32(gradient, *averages, exact, unused, hyper, grad_scale)
         stock(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
         if scale is not None:  # the one that the weight is written with now
             weight = ScaledTensor(weight.payload, scale.reciprocal())
-        whole, taken = exact - before, read_master(master, weight) - before
+        now, read = both(master, weight)
+        whole, taken = exact - before, now - before
         sums[0] += (taken.double() * whole).sum().item()
         sums[1] += whole.double().square().sum().item()
+        way = (now - began[place][0]).double()
+        sums[2] += ((read - began[place][1]).double() * way).sum().item()
+        sums[3] += way.square().sum().item()
 
     bucket.adam_step = adam_step
 

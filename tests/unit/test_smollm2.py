@@ -194,19 +194,19 @@ def test_wilsons_interval():
 
 def test_figures_and_report():
     log = "\n".join([
-        'SHARE {"step": 8, "share": 0.5}', 'HELDOUT {"accuracy": [1.0, 2.0]}',
+        'SHARE {"step": 8, "share": 0.5, "shown": 0.1}', 'HELDOUT {"accuracy": [1.0, 2.0]}',
         'HELDOUT {"accuracy": [30.0, 40.0], "margin": [8.0, 40.0], "kl a token": [4.0, 400.0]}',
-        'SHARE {"step": 16, "share": 0.25}', " [x] iteration 1/ 2 | dpo loss: 6.93E-01 | lr: 1 |",
+        'SHARE {"step": 16, "share": 0.25, "shown": 0.75}', " [x] iteration 1/ 2 | dpo loss: 6.93E-01 | lr: 1 |",
         " [x] iteration 2/ 2 | dpo loss: 5.0E-01 | lr: 1 |",
     ])  # fmt: skip
     found = smollm2.figures(log)
     assert {key: value for key, value in found.items() if value} == {
         "accuracy": "0.750000", "margin": "0.200000", "kl": "0.010000", "counted": "40", "share": "0.2500",
-        "first_loss": "0.693000", "last_loss": "0.500000",
+        "shown": "0.7500", "first_loss": "0.693000", "last_loss": "0.500000",
     }  # fmt: skip
     rows = [found | {"arm": "O3", "seed": str(seed), "stage": "dpo", "accuracy": accuracy}
             for seed, accuracy in enumerate(("0.75", "0.85"))]  # fmt: skip
-    rows.append({"arm": "O3", "seed": "0", "stage": "sft", "heldout_loss": "1.5", "share": "", "counted": "9"})
+    rows.append({"arm": "O3", "seed": "0", "stage": "sft", "heldout_loss": "1.5", "share": "", "shown": "", "counted": "9"})
     (line,) = smollm2.report(rows)[2:]
     assert line.startswith("| O3 | 2 | 1.5000 | - | 0.800 (") and "of 80) | 0.750 0.850 | 0.2000 ± 0.0000 |" in line
 
@@ -232,22 +232,24 @@ def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
     source = Path(json.__file__).parent.parent / "email"
     said = call(*f"build --hf hf --out in --parts 2 --most 250 --tokenizer bytes --source {source}".split())
     assert "held out" in said
-    arms = ["--arms", "O3", "O3, FP16 master"]
+    arms = ["--arms", "O1", "O3", "O3, FP16 master"]
     words = "run --inputs in/0 in/1 --work w --csv x.csv --seeds 5 --steps 17 --seq 512 --batch 2 --micro-batch 1"
     words += " --sft-lr 1e-4 --dpo-lr 1e-6 --minutes 12"
     run = *words.split(), *arms
     call(*run)
     with (tmp_path / "x.csv").open(newline="") as file:
         rows = {(row["arm"], row["stage"]): row for row in csv.DictReader(file)}
-    assert len(rows) == 4 and {row["steps"] for row in rows.values()} == {"17"}
+    assert len(rows) == 6 and {row["steps"] for row in rows.values()} == {"17"}
     for arm in arms[1:]:
         sft, dpo = rows[arm, "sft"], rows[arm, "dpo"]
         assert float(sft["last_loss"]) < float(sft["first_loss"]) and 0 < float(sft["heldout_loss"]) < 6
         assert float(dpo["first_loss"]) == pytest.approx(np.log(2), abs=1e-6) and int(dpo["counted"]) > 10
     assert float(rows["O3", "dpo"]["share"]) == pytest.approx(1, abs=0.02)
     assert float(rows["O3, FP16 master", "dpo"]["share"]) < 0.6
+    # O3's masters are dithered; those of O1 begin on a BF16 number, and few reach the next one
+    assert float(rows["O3", "dpo"]["shown"]) == pytest.approx(1, abs=0.2) and float(rows["O1", "dpo"]["shown"]) < 0.3
     whole = (tmp_path / "x.csv").read_text().splitlines(keepends=True)
     again = call(*run)
     assert "s)" not in again and "| O3 | 1 |" in again and (tmp_path / "x.csv").read_text() == "".join(whole)
     (tmp_path / "x.csv").write_text("".join(whole[:-1]))
-    assert "dpo: accuracy" in call(*run) and len((tmp_path / "x.csv").read_text().splitlines()) == 5
+    assert "dpo: accuracy" in call(*run) and len((tmp_path / "x.csv").read_text().splitlines()) == 7

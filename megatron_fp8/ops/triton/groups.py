@@ -86,8 +86,8 @@ def _spread_groups_kernel(
     TILE_M: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     tile, quads, cols = tile_place(K, TILE_M, TILE_K)
+    codes_ptr = as_type(codes_ptr, tl.uint8)
     if tile * TILE_M // GROUP < tl.load(first_ptr + experts):
-        codes_ptr = as_type(codes_ptr, tl.uint8)
         word = tl.zeros((TILE_M // 4, TILE_K), tl.int32)
         for i in tl.static_range(4):
             source = tl.load(source_ptr + 4 * quads + i)
