@@ -256,14 +256,17 @@ def test_post_training_as_measured():
     with (RESULTS / "tuning.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["task"] in ("sft", "dpo", "dpo-file", "lora")]
     assert len(rows) >= 17 and sum(row["task"] == "lora" for row in rows) >= 3
-    systems = {"O3": "O3", "bf16-repaired": "bf16", "te-delayed": "te"}
+    systems = {"O3": "O3", "bf16-repaired": "bf16", "te-delayed": "te", "O1-bf16-gemm": "O1"}
     for row in rows:
+        cells = {"gemm": "bf16"} if row["system"] == "O1-bf16-gemm" else {}
+        if "--fp8-grad-accum fp8" in row["shape"]:
+            cells["grad_accum"] = "fp8"
         job = replace(
             slice_7b().job, num_layers=int(row["layers"]), untie_embeddings_and_output_weights=True,
             position_embedding_type="rope", frozen_base=row["task"] == "lora", dpo_reference=row["task"] == "dpo",
         )  # fmt: skip
         sizes = {"micro_batch": int(row["mbs"]), "global_batch": int(row["gbs"])}
-        found = estimate(slice_7b(systems[row["system"]], job=job, **sizes), H200)
+        found = estimate(slice_7b(systems[row["system"]], overrides=cells, job=job, **sizes), H200)
         adapters = 18e-9 * 16 * sum(rows + columns for rows, columns, _ in job.linear_sizes) * job.num_layers
         held = found.held + adapters * job.frozen_base
         assert held == pytest.approx(float(row["gb"]), rel=0.015), row

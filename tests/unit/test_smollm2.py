@@ -206,7 +206,8 @@ def test_figures_and_report():
     }  # fmt: skip
     rows = [found | {"arm": "O3", "seed": str(seed), "stage": "dpo", "accuracy": accuracy}
             for seed, accuracy in enumerate(("0.75", "0.85"))]  # fmt: skip
-    rows.append({"arm": "O3", "seed": "0", "stage": "sft", "heldout_loss": "1.5", "share": "", "shown": "", "counted": "9"})
+    sft = {"heldout_loss": "1.5", "share": "", "shown": "", "counted": "9"}
+    rows.append({"arm": "O3", "seed": "0", "stage": "sft"} | sft)
     (line,) = smollm2.report(rows)[2:]
     assert line.startswith("| O3 | 2 | 1.5000 | - | 0.800 (") and "of 80) | 0.750 0.850 | 0.2000 ± 0.0000 |" in line
 
