@@ -1,8 +1,8 @@
-"""Draws the master of a weight that was stored in few bits: evenly among the numbers that round to the stored one.
+"""Draws masters for weights that were stored in few bits: evenly among the numbers that round to the stored one.
 
 A small update shows in an E4M3 weight only if it takes the master past the middle between two E4M3 numbers. If the
-masters lie evenly between them, an update of u moves u / ulp of the weights by one ulp each: on average all of u. A
-weight that comes from a file in few bits has masters that do not lie evenly:
+masters lie evenly between them, an update of u moves u / ulp of the weights by one ulp each: on average all of u.
+Weights that come from a file in few bits do not lie evenly:
 
     stored in   lies                                            an update of u, at first, moves the weights by
     BF16        on 16 numbers an ulp of E4M3, one of them a     more than u: the sixteenth in the middle moves at once
@@ -10,12 +10,16 @@ weight that comes from a file in few bits has masters that do not lie evenly:
     E4M3        on the E4M3 number itself, half an ulp from     nothing, until the sum of updates is half an ulp
                 the middle
 
-Half an ulp of E4M3 is 1e-3 for a weight of 0.02, and preference tuning moves a weight by less than that in all. So a
-model that was saved at O3 without its masters, and is trained on, would stand still. `dithered` draws what the file has
-lost: a number within half an ulp of the format that the values came in. No E4M3 value moves to another code.
+Half an ulp of E4M3 is 1e-3 for a weight of 0.02. Preference tuning moves a weight by less than that in all. So a model
+that was saved at O3 without its masters would stand still. `dithered` draws the bits that the file has lost: it gives a
+number within half an ulp of the value, in the format that the value came in. No E4M3 value moves to another code.
 
-Whether the values came in E4M3 shows in them: all are E4M3 numbers times a power of two. Of BF16 numbers of any other
-source, one in sixteen is.
+Whether the values came in E4M3 shows in them: all are E4M3 numbers times a power of two. Of BF16 numbers from training
+in BF16, one in sixteen is.
+
+A model may go through several rounds: it is saved without masters after each, and the next one begins with the same
+seed. With the same noise in each round the same weights would move each time, and all others never. So the noise of
+E4M3 values depends on the values too. A tensor that is loaded twice still gets the same bits.
 """
 
 import torch
@@ -28,24 +32,35 @@ _AT_ONCE = 1 << 24  # elements, which bounds the memory that is needed beside th
 
 
 def dithered(values: torch.Tensor, identity: tuple[int, ...], scale: torch.Tensor) -> torch.Tensor:
-    """FP32 numbers that round to `values` (n,) BF16, drawn evenly; values of another type come back as they are.
+    """Masters (n,) FP32 for `values` (n,) BF16; values of another type are masters already, and come back as they are.
 
     identity: the weight's, for the noise. scale: the E4M3 weight's, 0-d float32, a power of two.
 
-    If more than half of `values` that are not 0 are E4M3 numbers / scale, these are drawn within half an ulp of E4M3,
-    and have the same codes as before. All others are drawn within half an ulp of BF16. Nothing waits for the device.
+    If more than half of the values that are not 0 are E4M3 numbers / scale, these numbers are drawn within half an ulp
+    of E4M3, and keep their codes. All other values are drawn within half an ulp of BF16. A zero, an infinity or a NaN
+    stays. Nothing waits for the device.
     """
     if values.dtype != torch.bfloat16:
         return values
     pieces = values.split(_AT_ONCE)
     exact = sum(_is_e4m3(piece.float(), scale).sum() for piece in pieces)
     from_e4m3 = 2 * exact > (values != 0).sum()
-    drawn, seed = torch.empty(values.shape, device=values.device), noise_seed(*identity)
+    drawn, seed = torch.empty(values.shape, device=values.device), _seed(values, identity, from_e4m3)
     for i, piece in enumerate(pieces):
         first = i * _AT_ONCE
         noise = uniform_noise(piece.numel(), seed, values.device, first)
         drawn[first : first + piece.numel()] = _drawn(piece.float(), noise, scale, from_e4m3)
     return drawn
+
+
+def _seed(values: torch.Tensor, identity: tuple[int, ...], from_e4m3: torch.Tensor) -> torch.Tensor:
+    """The noise's seed, (2,) int32. If the values came in E4M3, it depends on all of them and their places."""
+    shift = torch.zeros((), dtype=torch.int64, device=values.device)
+    for i, piece in enumerate(values.split(_AT_ONCE)):
+        places = torch.arange(1, piece.numel() + 1, device=values.device) + i * _AT_ONCE
+        shift += (places * piece.view(torch.int16)).sum()
+    first, second = noise_seed(*identity)
+    return torch.stack([first + shift * from_e4m3, torch.full_like(shift, second)]).to(torch.int32)
 
 
 def _is_e4m3(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def share_shown(masters, update):
 
 @pytest.mark.parametrize("update", [1e-5, 1e-4, -3e-4])
 def test_an_update_that_is_less_than_half_an_ulp_shows_on_average(update):
-    """Of weights that come in E4M3 none would move, of such in BF16 too many."""
+    """Without the draw, no weight that comes in E4M3 would move, and too many of those that come in BF16."""
     for given in (in_e4m3(values()), values().bfloat16()):
         drawn = dithered(given, (1, 2), SCALE)
         # n of N weights move by an ulp of 2^-9 to 2^-8: the share's deviation is about sqrt(ulp / (N * update))
@@ -61,6 +61,17 @@ def test_every_code_is_drawn_from_its_whole_cell():
         assert abs(cell.mean() - (low + high) / 2) < 5 * (high - low) / 12**0.5 / 64
 
 
+def test_each_round_moves_other_weights():
+    """A model that is saved without masters after each round: errors of ten rounds add up as independent ones do, to
+    10^0.5 times the error of one. If the same weights moved each time, it would be 10 times."""
+    began = given = in_e4m3(values())
+    errors = []
+    for i in range(1, 11):
+        given = in_e4m3(dithered(given, (8,), SCALE) + 3e-4)
+        errors.append((given.double() - began.double() - i * 3e-4).square().mean().sqrt())
+    assert 2.5 < errors[-1] / errors[0] < 4
+
+
 def test_a_few_numbers_of_bf16_that_are_also_e4m3_keep_their_four_bits_more():
     given = values().bfloat16()
     drawn = dithered(given, (5,), SCALE)
@@ -80,3 +91,10 @@ def test_other_types_and_zeros_stay():
     given = values()
     assert dithered(given, (7,), SCALE) is given
     assert not dithered(torch.zeros(256, dtype=torch.bfloat16), (7,), SCALE).any()
+
+
+def test_what_is_not_finite_stays():
+    for given in (values().bfloat16(), in_e4m3(values())):
+        odd = torch.tensor([float("nan"), float("inf"), float("-inf")]).bfloat16()
+        drawn = dithered(torch.cat([odd, given]), (7,), SCALE)
+        assert drawn[0].isnan() and torch.equal(drawn[1:3], odd[1:].float()) and drawn[3:].isfinite().all()
