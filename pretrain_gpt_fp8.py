@@ -47,6 +47,8 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_fp8.tuning import no_answer
+
 BATCH_KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
 PACK_KEYS = ("cu_seqlens", "max_seqlen")  # with --sft: the ends of a sample's documents, and the longest one's length
 SPIKE = 10  # --check-for-spiky-loss reports a loss this many times the largest one so far
@@ -88,11 +90,11 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
     if not args.sft and not reads_data(vp_stage):
         return dict.fromkeys(BATCH_KEYS)
     if args.sft and args.tensor_model_parallel_size == args.pipeline_model_parallel_size == 1:
-        return packed_batch(next(data_iterator))
+        return packed_batch(next_sample(data_iterator))
     batch: dict[str, torch.Tensor | None] = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
-        sample = next(data_iterator)
+        sample = next_sample(data_iterator)
         for key in (*BATCH_KEYS, *PACK_KEYS):
             value = sample.get(key)
             batch[key] = None if value is None else value.cuda(non_blocking=True)
@@ -118,6 +120,14 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
+def next_sample(data_iterator) -> dict[str, torch.Tensor]:
+    """The next micro-batch, on the host. With --sft the stage that computes its loss says if it has no answer."""
+    sample = next(data_iterator)
+    if get_args().sft and mpu.is_pipeline_last_stage(ignore_virtual=True):
+        no_answer.tell(sample["loss_mask"])
+    return sample
+
+
 def packed_batch(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
     """`get_batch` with --sft for one rank that has the whole model. The row is made, and its longest document found,
     on the host, so that it need not wait for the micro-batch before."""
@@ -141,13 +151,14 @@ def packs(batch: dict[str, torch.Tensor | None]) -> dict[str, PackedSeqParams]:
 def loss_func(loss_mask: torch.Tensor, token_losses: torch.Tensor):
     """(sum of the losses of unmasked tokens, their number, {name: both} for the log).
 
-    Megatron divides by the number only after summing over micro-batches and ranks: a mean over all tokens.
+    Megatron divides by the number only after summing over micro-batches and ranks: a mean over all tokens. For the log
+    the number is above 0 (no_answer.py).
     """
     args = get_args()
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(token_losses.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().detach().to(torch.int)
-    report = {"lm loss": torch.cat([loss.detach().clone().view(1), num_tokens.view(1)])}
+    report = {"lm loss": torch.stack([loss.detach(), no_answer.counted(num_tokens)])}
 
     validate = partial(get_rerun_state_machine().validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:

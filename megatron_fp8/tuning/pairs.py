@@ -8,7 +8,8 @@ A line of the file is one pair, or several pairs that share a sample:
     tokens   | chosen 1 | rejected 1 | chosen 2 | rejected 2 | padding |      padding belongs to the last document
 
 The tokenizer decides which tokens count (in most formats Megatron's SFTTokenizer masks all but the assistant's). A
-masked token has the label -100, and so has the last token of each document, because it predicts nothing.
+masked token has the label -100, and so has the last token of each document, because it predicts nothing. If one answer
+of a pair has no token that counts, the pair is not learnt: the other's are masked too.
 """
 
 from typing import Any
@@ -54,12 +55,14 @@ class PreferenceDataset(SFTDataset):
     def sample(self, index: int) -> dict[str, torch.Tensor]:
         """The sample of a line of the file: Megatron's tensors, and `sample`, what a file of scores knows it by."""
         tokenizer, length = self.config.tokenizer, self.config.sequence_length
-        documents = []
+        documents, learnt = [], []
         for pair in pairs_of(self.dataset[index], index, self.dataset_path):
-            for name in ("chosen", "rejected"):
-                documents.append(
-                    tokenizer.tokenize_conversation(pair[name], return_target=True, add_generation_prompt=False)
-                )
+            both = [
+                tokenizer.tokenize_conversation(pair[name], return_target=True, add_generation_prompt=False)
+                for name in ("chosen", "rejected")
+            ]
+            documents += both
+            learnt += [all((targets[1:] != IGNORE_INDEX).any() for _, targets in both)] * 2
         sizes = [len(tokens) for tokens, _ in documents]
         if sum(sizes) > length:
             raise UserError(
@@ -69,9 +72,10 @@ class PreferenceDataset(SFTDataset):
         tokens = np.full(length, tokenizer.pad, dtype=np.int64)
         labels = np.full(length, IGNORE_INDEX, dtype=np.int64)
         at = 0
-        for ids, targets in documents:
+        for (ids, targets), counts in zip(documents, learnt, strict=True):
             tokens[at : at + len(ids)] = ids
-            labels[at : at + len(ids) - 1] = targets[1:]
+            if counts:
+                labels[at : at + len(ids) - 1] = targets[1:]
             at += len(ids)
         ends = np.cumsum([0, *sizes])
         ends[-1] = length

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .no_answer import counted
+
 
 @dataclass(frozen=True)
 class Options:
@@ -57,7 +59,7 @@ def loss_of(policy: Scores, reference: torch.Tensor, how: Options) -> tuple[torc
 
     Logged: the loss; accuracy, the share of pairs with z > 0 (z = 0 counts half); margin, z; both rewards, beta times
     the log-ratio log p - log p_reference; the absolute log-ratio of an answer; kl a token, the mean of -log-ratio,
-    which is KL(reference | policy) if the answers are the reference's own.
+    which is KL(reference | policy) if the answers are the reference's own. The counts are above 0 (no_answer.py).
     """
     ratio = policy.logp - reference
     chosen, rejected = ratio[0::2], ratio[1::2]
@@ -80,5 +82,5 @@ def loss_of(policy: Scores, reference: torch.Tensor, how: Options) -> tuple[torc
             "abs log-ratio": ((ratio.abs() * both).sum(), both.sum()),
             "kl a token": ((-ratio * both).sum(), (policy.tokens * both).sum()),
         }
-    report = {name: torch.stack([total.float(), count.float()]) for name, (total, count) in logged.items()}
+    report = {name: torch.stack([total.float(), counted(count)]) for name, (total, count) in logged.items()}
     return loss, number.to(torch.int), report

@@ -13,6 +13,7 @@ from megatron_runs import TINY_GPT, run_megatron, script_path
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.tools.perf import job_flags, memory
+from megatron_fp8.tuning import no_answer
 
 DPO = "--attention-backend auto --train-iters 6 --lr-decay-iters 10 --lr-warmup-iters 0 --dpo-beta 0.5".split()
 LOG2 = 0.6931472
@@ -158,6 +159,20 @@ def test_a_pair_without_an_answer_changes_no_step(pairs, tmp_path):
         losses.append(logged(run, "dpo loss"))
         norms.append(run.grad_norms)
     assert losses[0] == losses[1] and norms[0] == norms[1] and losses[0][-1] < LOG2 == losses[0][0]
+
+
+@slow
+def test_a_step_without_a_pair_has_the_loss_0(pairs, tmp_path):
+    """The rejected answers have tokens, and are not learnt alone."""
+    found = [json.loads(line)["pairs"][0] for line in Path(pairs).read_text().splitlines()]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({**pair, "chosen": pair["chosen"][:2]}) + "\n" for pair in found))
+    for per_token in ([], ["--calculate-per-token-loss"]):
+        run = train(str(path), "O3", *per_token)
+        for name in ("dpo loss", "accuracy", "margin", "abs log-ratio", "kl a token"):
+            assert logged(run, name) == [0.0] * 6
+        assert not any(run.grad_norms) and run.lines.count(no_answer.LINE) == 1
+    assert no_answer.LINE not in train(pairs, "O3").lines
 
 
 LAYERS = ["--num-layers", "4", "--micro-batch-size", "1"]

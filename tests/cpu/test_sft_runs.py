@@ -9,6 +9,8 @@ import pytest
 from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
+from megatron_fp8.tuning import no_answer
+
 SFT = "--sft --attention-backend auto --train-iters 8 --lr-decay-iters 10 --split 1,0,0".split()
 slow = pytest.mark.slow
 
@@ -115,14 +117,35 @@ def test_a_micro_batch_without_an_answer_changes_no_step(level, flags, apart, co
 
 
 @slow
-def test_a_step_without_an_answer_has_no_gradient(conversations, tmp_path):
-    """It is made all the same. Its loss in Megatron's line is 0 / 0."""
+def test_a_step_without_an_answer_has_no_gradient_and_the_loss_0(conversations, tmp_path):
+    """It is made all the same, and each process says once what is wrong with the data."""
     prompt = {"messages": json.loads(Path(conversations).read_text().splitlines()[0])["messages"][:2]}
     path = tmp_path / "prompts.jsonl"
     path.write_text((json.dumps(prompt) + "\n") * 64)
     for per_token in ([], ["--calculate-per-token-loss"]):
         run = train(str(path), "O3", *per_token)
         assert not any(run.grad_norms) and not any(step.skipped for step in run.steps) and len(run.steps) == 8
+        assert run.losses == [0.0] * 8 and run.lines.count(no_answer.LINE) == 1
+    assert no_answer.LINE not in train(conversations, "O3").lines
+
+
+@slow
+@pytest.mark.parametrize("per_token", [True, False])
+def test_a_rank_without_an_answer(per_token, conversations, tmp_path):
+    """The second of two data-parallel ranks has prompts alone. The loss is the first one's; so are the gradients, or
+    their half without --calculate-per-token-loss, whose mean is over micro-batches."""
+    lines = Path(conversations).read_text().splitlines()
+    prompt = json.dumps({"messages": json.loads(lines[0])["messages"][:2]})
+    path = tmp_path / "half.jsonl"
+    path.write_text("".join(f"{line}\n{prompt}\n" for line in lines))
+    flags = "--micro-batch-size 1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32 --clip-grad 0".split()
+    flags += ["--calculate-per-token-loss"] * per_token
+    alone = train(conversations, "O1", *flags, "--global-batch-size", "1")
+    run = train(str(path), "O1", *flags, "--global-batch-size", "2", nproc=2)
+    share = 1 if per_token else 0.5
+    assert run.losses[0] == pytest.approx(alone.losses[0], abs=1e-5)
+    assert run.grad_norms[0] == pytest.approx(share * alone.grad_norms[0], rel=2e-3)
+    assert run.losses == pytest.approx(alone.losses, abs=0.02) and run.lines.count(no_answer.LINE) == 1
 
 
 @slow

@@ -75,7 +75,7 @@ def test_what_is_logged():
 
 
 def test_a_pair_without_an_answer_counts_nothing():
-    """Alone it gives loss 0 and no NaN; it does not change the loss of other pairs."""
+    """Alone it gives loss 0 and no NaN; it does not change the loss of other pairs, nor a bit of what is logged."""
     policy, reference, tokens = random_scores()
     others = loss_of(Scores(policy[2:], tokens[2:]), reference[2:], Options(0.3, sft=0.5))
     none = torch.zeros(2, dtype=torch.float64)
@@ -89,7 +89,8 @@ def test_a_pair_without_an_answer_counts_nothing():
     loss, number, report = loss_of(alone, none, Options(0.3, sft=0.5))
     loss.backward()
     assert loss == 0 and number == 0 and not alone.logp.grad.any()
-    assert not any(values.any() or values.isnan().any() for values in report.values())
+    for name, values in report.items():
+        assert values[0] / values[1] == 0 and torch.equal(values + others[2][name], others[2][name])
 
 
 def test_scores_are_sums_by_document():
@@ -148,6 +149,14 @@ def test_several_pairs_share_a_sample(dataset):
     sample = dataset[1]
     assert sample["cu_seqlens"][:6].tolist() == [0, 3, 7, 18, 32, 32]
     assert sample["loss_mask"].sum() == 1 + 2 + 9 + 1
+
+
+def test_a_pair_with_one_answer_is_masked(dataset):
+    whole = dataset[1]
+    dataset.dataset[1]["pairs"][0]["rejected"] = [{"role": "user", "content": "abyy"}]
+    sample = dataset[1]
+    assert torch.equal(sample["tokens"], whole["tokens"]) and torch.equal(sample["cu_seqlens"], whole["cu_seqlens"])
+    assert sample["loss_mask"][:7].sum() == 0 and torch.equal(sample["loss_mask"][7:], whole["loss_mask"][7:])
 
 
 def test_a_pair_that_is_too_long_or_none_is_said(dataset):
