@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 LINEARS = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
 COLUMN = "linear_qkv", "linear_fc1"  # divided by outputs over tensor parallelism; the others by inputs
@@ -87,7 +88,21 @@ class Lora(torch.nn.Module):
         if not self.on:
             return y, bias
         reduce = copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region
-        return y + F.linear(reduce(F.linear(x, self.a)), self.b.flatten(0, -2)), bias
+        if getattr(self.base, "layer_norm_weight", None) is None:
+            low = F.linear(x, self.a)
+        else:  # made again in the backward pass, so that x is kept alone
+            low = checkpoint(self._of_norm, x, use_reentrant=False, preserve_rng_state=False)
+        return y + F.linear(reduce(low), self.b.flatten(0, -2)), bias
+
+    def _of_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """A norm(x). At a level the norm is in the linear's module, and W reads its result: so must A."""
+        base, config = self.base, self.base.config
+        gain = base.layer_norm_weight + 1 if config.layernorm_zero_centered_gamma else base.layer_norm_weight
+        if config.normalization == "RMSNorm":
+            normed = F.rms_norm(x, gain.shape, gain, config.layernorm_epsilon)
+        else:
+            normed = F.layer_norm(x, gain.shape, gain, base.layer_norm_bias, config.layernorm_epsilon)
+        return F.linear(normed, self.a)
 
 
 def add_adapters(model: torch.nn.Module, rank: int) -> None:

@@ -328,7 +328,7 @@ def test_scores_that_do_not_fit_are_refused(pairs, scored, tmp_path):
 # --- adapters on a frozen base
 
 
-LORA = "--lr 5e-2 --min-lr 5e-2".split()
+LORA = "--lr 1e-2 --min-lr 1e-2".split()
 
 
 @pytest.mark.parametrize(
