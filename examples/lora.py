@@ -4,6 +4,7 @@
     LORA_RANK=32 torchrun --nproc-per-node 8 examples/lora.py dpo_gpt_fp8.py <its flags> --fp8-level O3
 
 A run begins with a base that has no adapters by --pretrained-checkpoint BASE --dist-ckpt-strictness log_unexpected.
+`megatron-fp8 convert to-hf CKPT OUT --merge-adapters` adds the adapters to the weights.
 
 Beside each linear of a layer stands y = W x + B A x. W is frozen: at O3 it is one E4M3 byte a weight, without gradient
 and state. A and B are BF16 parameters, trained by stock's optimizer; B begins as 0. The norms, the embedding and the

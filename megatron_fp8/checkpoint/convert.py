@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..errors import UserError, is_bug
 from ..flags.rope import STOCK_FACTOR
+from ..numerics import ScaledTensor
+from .adapters import Adapters
 from .hf.config import args_of, config_of, flags_of, model_args, quantization_config
 from .hf.families import EXPERT_LINEARS, LINEARS, Parameter, family_of, parameters, to_e4m3
 from .hf.folder import CONFIG, INDEX, Weights, read_json
@@ -43,12 +45,18 @@ from safetensors.torch import save_file  # if it is missing, hf/folder.py has ra
 
 
 def to_hf(
-    checkpoint: str, out: str, dtype: str = "bf16", vocab_size: int | None = None, max_shard_bytes: int = 5 * 10**9
+    checkpoint: str,
+    out: str,
+    dtype: str = "bf16",
+    vocab_size: int | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    merge_adapters: bool = False,
 ) -> None:
     """Write config.json and model*.safetensors to the folder `out`.
 
     checkpoint: a folder for --load, or an iteration's folder.  dtype: "bf16" or "e4m3", for the four linears.
     vocab_size: real tokens; None: the checkpoint's.  max_shard_bytes: of one file, unless a single tensor is larger.
+    merge_adapters: add LoRA adapters to the weights (adapters.py).
     Raises UserError for a model that cannot be converted exactly, and for a damaged checkpoint.
     """
     folder = _iteration_folder(Path(checkpoint))
@@ -59,21 +67,35 @@ def to_hf(
     if dtype == "e4m3" and args.num_experts is not None:
         raise UserError("--dtype e4m3: experts are not written in E4M3; use bf16")
     wanted = parameters(args)
-    _check_names(folder, stored, wanted, args)
+    adapters = Adapters(stored)
+    if merge_adapters:
+        adapters.check(folder, stored, wanted, args.num_layers)
+    _check_names(folder, stored, wanted, args, adapters.names if merge_adapters else set())
     config = config_of(args)
     if dtype == "e4m3":
         config["quantization_config"] = quantization_config(family_of(args))
     writer = _ShardWriter(_new_folder(out), max_shard_bytes)
-    for parameter in wanted:
-        tensor = torch.empty(stored[parameter.name].size, dtype=stored[parameter.name].properties.dtype)
+
+    def load(name: str) -> torch.Tensor:
+        tensor = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
         with _damage_of(folder):
-            dcp.load({parameter.name: tensor}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+            dcp.load({name: tensor}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        return tensor
+
+    for parameter in wanted:
+        tensor, changes = load(parameter.name), adapters.changes(parameter, load)
         for layer in range(args.num_layers) if parameter.is_stacked else (None,):
             names = [name.format(layer) for name in parameter.names]
             one = tensor if layer is None else tensor[layer]
-            for name, part in _encode(parameter, names, one, args, dtype):
+            change = None if changes is None or layer is None else changes(layer)
+            rounded = _rounded(parameter, one if change is None else one.float() + change, dtype)
+            if change is not None:
+                adapters.count(change, one, rounded.dequantize())
+            for name, part in _encode(parameter, names, rounded, args):
                 writer.add(name, part)
     files = writer.close(config)
+    if merge_adapters:
+        print(f"{out}: {adapters.line()}")
     print(f"{out}: {config['architectures'][0]}, {writer.total:,} bytes in {files} file(s)")
 
 
@@ -126,14 +148,20 @@ def _damage_of(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: damaged, or not a checkpoint: {type(error).__name__}: {reason[0]}") from error
 
 
-def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter], args: Namespace) -> None:
-    """Raise UserError unless the model's tensors in the checkpoint are the wanted ones, in name and shape."""
+def _check_names(
+    folder: Path, stored: Mapping[str, Any], wanted: list[Parameter], args: Namespace, merged: set[str]
+) -> None:
+    """Raise UserError unless the model's tensors in the checkpoint are the wanted ones, in name and shape.
+
+    merged: the adapters' that are added to weights.
+    """
     model = {
         name: tuple(entry.size)
         for name, entry in stored.items()
         if isinstance(entry, TensorStorageMetadata)
         and entry.properties.dtype.is_floating_point
         and "optimizer." not in name
+        and name not in merged
     }
     for parameter in wanted:
         shape = model.pop(parameter.name, None)
@@ -141,6 +169,9 @@ def _check_names(folder: Path, stored: Mapping[str, Any], wanted: list[Parameter
         if shape != expected:
             found = "is missing" if shape is None else f"has shape {shape}"
             raise UserError(f"{folder}: {parameter.name} {found}; the checkpoint's arguments demand {expected}")
+    if adapters := Adapters(model).names:
+        said = "is an adapter's: add --merge-adapters, which adds adapters to the weights"
+        raise UserError(f"{folder}: {shown(min(adapters))} {said}")
     if model:
         raise UserError(f"{folder}: {shown(min(model))} has no place in a {family_of(args).model_type} model")
 
@@ -159,20 +190,26 @@ def _new_folder(out: str) -> Path:
     return path
 
 
+def _rounded(parameter: Parameter, tensor: torch.Tensor, dtype: str) -> torch.Tensor | ScaledTensor:
+    """One layer's parameter in the format in which it is written."""
+    if dtype != "e4m3" or not parameter.is_linear_weight:
+        return tensor.bfloat16()
+    try:
+        return to_e4m3(tensor)
+    except UserError as error:
+        raise UserError(f"{parameter.name}: {error}") from None
+
+
 def _encode(
-    parameter: Parameter, names: list[str], tensor: torch.Tensor, args: Namespace, dtype: str
+    parameter: Parameter, names: list[str], rounded: torch.Tensor | ScaledTensor, args: Namespace
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of each tensor that is written for one layer's parameter."""
-    if dtype == "e4m3" and parameter.is_linear_weight:
-        try:
-            scaled = to_e4m3(tensor)
-        except UserError as error:
-            raise UserError(f"{parameter.name}: {error}") from None
-        for name, part in zip(names, parameter.split(scaled.payload, args), strict=True):
+    if isinstance(rounded, ScaledTensor):
+        for name, part in zip(names, parameter.split(rounded.payload, args), strict=True):
             yield name, part
-            yield f"{name}_scale", scaled.scale_inv.view(1)
+            yield f"{name}_scale", rounded.scale_inv.view(1)
     else:
-        yield from zip(names, parameter.split(tensor.bfloat16(), args), strict=True)
+        yield from zip(names, parameter.split(rounded, args), strict=True)
 
 
 class _ShardWriter:

@@ -7,6 +7,7 @@ import pytest
 from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
+from megatron_fp8.checkpoint import convert
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.tools.perf import activations, job_flags, memory
 
@@ -123,6 +124,26 @@ def test_the_examples_adapters_begin_on_a_trained_base(layout, base, tmp_path):
     resumed = run_megatron(1, [*flags, *keep], script=script, env=env)
     assert len(resumed.losses) == 3
     assert resumed.losses[-1] == pytest.approx(whole.losses[-1], abs=2e-3 if layout else 0)
+
+
+@slow
+@pytest.mark.parametrize("layout", ["", "--tensor-model-parallel-size 2"])
+def test_merged_adapters_are_the_model_with_them(layout, base, tmp_path):
+    """`convert to-hf --merge-adapters`, and back: the loss of a step is the base's with its adapters, within BF16."""
+    folder, without = base
+    script, env = str(ROOT / "examples/lora.py"), {"PYTHONPATH": str(ROOT)}
+    tuned, merged, hf = str(tmp_path / "tuned"), str(tmp_path / "merged"), str(tmp_path / "hf")
+    flags = [*TINY_GPT, "--use-distributed-optimizer"]
+    adapted = [str(ROOT / "pretrain_gpt_fp8.py"), *flags]
+    begin = ["--pretrained-checkpoint", folder, "--dist-ckpt-strictness", "log_unexpected"]
+    run_megatron(2 if layout else 1, [*adapted, *SIX, *LORA, *begin, "--fp8-level", "O3", *layout.split(),
+                 "--save", tuned, "--save-interval", "6"], script=script, env=env)  # fmt: skip
+    convert.to_hf(tuned, hf, vocab_size=256, merge_adapters=True)
+    convert.to_megatron(hf, merged)
+    once = ["--train-iters", "1", "--lr-decay-iters", "10", "--fp8-level", "O1", "--fp8-gemm", "bf16", "--finetune"]
+    beside = run_megatron(1, [*adapted, *once, "--load", tuned], script=script, env=env).losses[0]
+    found = run_megatron(1, [*flags, *once, "--load", merged]).losses[0]
+    assert found == pytest.approx(beside, abs=2e-3) and abs(found - without) > 0.05
 
 
 @pytest.mark.parametrize(

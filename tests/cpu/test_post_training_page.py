@@ -43,6 +43,8 @@ def test_every_command_runs(tmp_path):
     of_adapters = [float(loss) for loss in re.findall(r"lm loss: (\S+)", adapted)]
     assert "frozen by the script, without gradients and states: decoder.layers.0-1" in adapted
     assert of_adapters[0] == pytest.approx(sft[0], abs=1e-2) and of_adapters[-1] < of_adapters[0], of_adapters
+    assert re.search(r"--merge-adapters: 4 kinds of linears; [\d.]+ % of the change", adapted)
+    assert (tmp_path / "out/lora-hf/model.safetensors").is_file()
     config = json.loads((tmp_path / "out/hf/config.json").read_text())
     assert config["quantization_config"]["format"] == "float-quantized" and config["vocab_size"] == 259
     after = load_file(tmp_path / "out/hf/model.safetensors")

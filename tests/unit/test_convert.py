@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from argparse import Namespace
 
 import pytest
@@ -356,6 +357,86 @@ def test_e4m3_folder_there_and_back(family, tmp_path):
     for name in coded:
         value = stored[name].double() * stored[f"{name}_scale"].double()
         assert torch.equal(again[name].double() * again[f"{name}_scale"].double(), value)
+
+
+def with_adapters(tmp_path, monkeypatch, args, size: float, leave_out=()) -> dict[str, torch.Tensor]:
+    """Write the checkpoint tmp_path/lora: a random model of E4M3 values, as O3's are, with adapters whose B has entries
+    of `size`. Returns {linear's weight: (layers, n, k) its change, float64}."""
+    write_folder(tmp_path / "hf", args)
+    write, changes = convert._write_megatron, {}
+
+    def add(out, state, args):
+        for p in (p for p in parameters(args) if p.is_linear_weight):
+            state[p.name] = torch.stack([to_e4m3(w).dequantize(torch.bfloat16) for w in state[p.name]])
+            (n, k), layers, module = p.shape, args.num_layers, p.name.removesuffix("weight")
+            halves = args.swiglu and module.endswith("linear_fc1.")
+            a = torch.randn(layers, 3, k).bfloat16()
+            b = (size * torch.randn(layers, *((2, n // 2) if halves else (n,)), 3)).bfloat16()
+            changes[p.name] = b.double().reshape(layers, n, 3) @ a.double()
+            state |= {f"{module}a": a, f"{module}b": b}
+        for name in leave_out:
+            del state[name]
+        write(out, state, args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "_write_megatron", add)
+        convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "lora"))
+    return changes
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize("family", [name for name in FAMILY_CHANGES if name not in ("gpt2", "mixtral", "qwen3_moe")])
+def test_adapters_are_merged_and_rounded_once(family, dtype, tmp_path, monkeypatch, capsys):
+    """Every written weight is within half a step of W + B A; nothing else changes."""
+    args = model_args(saved(**FAMILY_CHANGES[family]))
+    changes = with_adapters(tmp_path, monkeypatch, args, 0.1)
+    assert cli.main(["convert", "to-hf", str(tmp_path / "lora"), str(tmp_path / "out"), "--vocab-size",
+                     str(args.vocab_size), "--merge-adapters", "--dtype", dtype]) == 0  # fmt: skip
+    (share,) = re.findall(r"--merge-adapters: 4 kinds of linears; (\S+) % of the change", capsys.readouterr().out)
+    assert 97 < float(share) < 103
+    before, found = load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    merged = 0
+    for p in parameters(args):
+        for layer in range(args.num_layers if p.is_stacked else 1):
+            names = [name.format(layer) for name in p.names]
+            if p.name not in changes:
+                assert all(torch.equal(found[name], before[name]) for name in names)
+                continue
+            base = to_e4m3(p.merge([before[name] for name in names], args)).dequantize().double()
+            wanted = p.split(base + changes[p.name][layer], args)
+            for name, exact in zip(names, wanted, strict=True):
+                scale = found[f"{name}_scale"].double() if dtype == "e4m3" else torch.zeros(())
+                value = found[name].double() * (scale if dtype == "e4m3" else 1)
+                step = exact.abs() * (2.0**-4 if dtype == "e4m3" else 2.0**-8)
+                assert ((value - exact).abs() <= step.clamp(min=scale.item() * 2.0**-10) * 1.001 + 1e-6).all()
+                merged += 1
+    assert merged == sum(len(p.names) * args.num_layers for p in parameters(args) if p.is_linear_weight)
+
+
+def test_a_change_that_rounding_loses_is_said(tmp_path, monkeypatch, capsys):
+    """A base on E4M3's grid, and changes of 0.2 % of its weights: BF16 has most of them, E4M3 little."""
+    args = model_args(saved())
+    with_adapters(tmp_path, monkeypatch, args, 1e-3)
+    shares = []
+    for dtype in ("bf16", "e4m3"):
+        convert.to_hf(str(tmp_path / "lora"), str(tmp_path / dtype), dtype, 90, merge_adapters=True)
+        shares += re.findall(r"(\S+) % of the change", capsys.readouterr().out)
+    assert float(shares[1]) < 25 and 60 < float(shares[0]) < 95
+
+
+def test_adapters_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
+    args, name = model_args(saved()), "decoder.layers.mlp.linear_fc2."
+    write_folder(tmp_path / "hf", args)
+    convert.to_megatron(str(tmp_path / "hf"), str(tmp_path / "plain"))
+    with pytest.raises(ValueError, match=r"^--merge-adapters: .*plain.* has no adapters named .*; remove the flag$"):
+        convert.to_hf(str(tmp_path / "plain"), str(tmp_path / "out"), merge_adapters=True)
+    (tmp_path / "half").mkdir()
+    with_adapters(tmp_path / "half", monkeypatch, args, 0.1, [f"{name}a"])
+    with pytest.raises(ValueError, match=rf"adapters of shapes None and \(.*\) do not fit {name}weight$"):
+        convert.to_hf(str(tmp_path / "half/lora"), str(tmp_path / "out"), merge_adapters=True)
+    with pytest.raises(ValueError, match=r"linear_fc1\.a is an adapter's: add --merge-adapters"):
+        convert.to_hf(str(tmp_path / "half/lora"), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_other_precisions_and_names_are_read(tmp_path):

@@ -23,6 +23,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     to_hf_parser.add_argument("--dtype", choices=("bf16", "e4m3"), default="bf16", help="the linears' weights (bf16)")
     to_hf_parser.add_argument("--vocab-size", type=int, metavar="N", help="real tokens, if the checkpoint does not say")
     to_hf_parser.add_argument("--max-shard-size", type=float, default=5.0, metavar="GB", help="largest file (5)")
+    merged = "add LoRA adapters, named as those of examples/lora.py, to the weights"
+    to_hf_parser.add_argument("--merge-adapters", action="store_true", help=merged)
     to_megatron_parser = directions.add_parser("to-megatron", help="convert a Hugging Face folder to a checkpoint")
     to_megatron_parser.add_argument("folder", metavar="HF", help="a folder with config.json and model*.safetensors")
     for direction in (to_hf_parser, to_megatron_parser):
@@ -41,7 +43,8 @@ def run(args: Namespace) -> int:
         for flag, number in (("--max-shard-size", args.max_shard_size), ("--vocab-size", args.vocab_size)):
             if number is not None and not 0 < number < math.inf:
                 raise UserError(f"{flag} {number}: use a number above 0")
-        to_hf(args.checkpoint, args.out, args.dtype, args.vocab_size, int(args.max_shard_size * 10**9))
+        most = int(args.max_shard_size * 10**9)
+        to_hf(args.checkpoint, args.out, args.dtype, args.vocab_size, most, args.merge_adapters)
     else:
         to_megatron(args.folder, args.out)
     return 0
