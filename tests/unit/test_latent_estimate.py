@@ -127,7 +127,8 @@ def test_values_of_another_width():
 def test_four_layers_as_measured(system, name):
     """train_step_experts.csv: memory; at O3 the step, and the GPU's work by kind, none of which set a number."""
     with (ROOT / "benchmarks/results/train_step_experts.csv").open(newline="") as file:
-        (row,) = (row for row in csv.DictReader(file) if (row["shape"], row["system"]) == ("deepseek-moe", name))
+        wanted = ("NVIDIA H200", "deepseek-moe", name)
+        (row,) = (row for row in csv.DictReader(file) if (row["gpu"], row["shape"], row["system"]) == wanted)
     flags = f"{DEEPSEEK} {TOGETHER} {'--moe-permute-fusion' * (system == 'te')}"
     found, ms = estimate(workload(flags, system=system), H200), json.loads(row["profile_ms"])
     assert found.held == pytest.approx(float(row["gb"]) * 1e3 * MIB, rel=0.015)
