@@ -75,8 +75,10 @@ def uninstall() -> None:
         args_file.forget()
         forget_said()
         from .engine import weight_groups  # which imports Megatron: not before the script has its own in front
+        from .tuning import no_answer
 
         weight_groups.forget()
+        no_answer.forget()
     cpu.uninstall()
 
 

@@ -37,3 +37,8 @@ def tell(loss_mask: torch.Tensor) -> None:
 @functools.cache
 def _print_once() -> None:
     print(LINE, flush=True)
+
+
+def forget() -> None:
+    """Print LINE once more, if a later run in this process has such a micro-batch."""
+    _print_once.cache_clear()

@@ -59,6 +59,19 @@ def test_importing_patches_nothing_installing_twice_hooks_once_and_uninstalling_
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+def test_a_later_run_says_again_that_data_have_no_answer(run):
+    run(
+        "import contextlib, io, torch\n"
+        "from megatron_fp8.tuning import no_answer\n"
+        "def said():\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out:\n"
+        "        for mask in ([0.0, 1.0], [0.0, 0.0], [0.0, 0.0]): no_answer.tell(torch.tensor(mask))\n"
+        "    return out.getvalue().count(no_answer.LINE)\n"
+        "plugin.install(); assert (said(), said()) == (1, 0)\n"
+        "plugin.uninstall(); assert said() == 1\n"
+    )
+
+
 def test_what_a_run_rebinds_goes_with_the_run_and_what_the_process_does_stays(run):
     from commands import MODEL
 
