@@ -16,7 +16,7 @@ from smollm2 import wilson
 
 PAGE = (ROOT / "docs/post_training.md").read_text()
 TEXT = re.sub(r"\s+", " ", PAGE).replace("**", "")
-ARMS = {"O0, stock BF16": "O0", "O2": "O2", "O3": "O3", "O3 with FP8-LM's FP16 master": "O3, FP16 master"}
+ARMS = {"O0, stock BF16": "O0", "O1": "O1", "O2": "O2", "O3": "O3", "O3 with FP8-LM's FP16 master": "O3, FP16 master"}
 
 
 def read(name: str) -> list[dict]:
@@ -49,22 +49,18 @@ def table(header: str) -> list[list[str]]:
 def test_smollm2s_table_is_the_rows():
     rows = read("smollm2")
     found = table("arm | seeds | SFT: held-out loss |")
-    assert {ARMS[cells[0]] for cells in found} == {row["arm"] for row in rows} and len(found) == 4
-    for name, seeds, loss, shares, accuracy, by_seed, margin in found:
+    assert {ARMS[cells[0]] for cells in found} == {row["arm"] for row in rows} and len(found) == len(ARMS)
+    for name, seeds, loss, taken, shown, accuracy, by_seed, margin in found:
         arm = ARMS[name]
         losses, each = values(rows, arm, "sft", "heldout_loss"), values(rows, arm, "dpo", "accuracy")
-        fewer = f"; DPO {len(each)}" if 0 < len(each) < len(losses) else ""
-        assert seeds == f"{len(losses)}{fewer}", name
+        assert seeds == f"{len(losses)}" == f"{len(each)}", name
         assert loss == f"{statistics.mean(losses):.5f} ± {statistics.stdev(losses):.5f}", name
-        of = [values(rows, arm, stage, "share") for stage in ("sft", "dpo")]
-        assert shares == " / ".join(f"{statistics.mean(s):.3f}" if s else "" for s in of).strip() * any(of), name
+        for cell, column in ((taken, "share"), (shown, "shown")):
+            of = [values(rows, arm, stage, column) for stage in ("sft", "dpo")]
+            assert cell == " / ".join(f"{statistics.mean(s):.3f}" for s in of if s), (name, column)
         assert by_seed == " ".join(f"{share:.3f}" for share in each), name
-        assert bool(each) == accuracy.startswith("0"), name
-        if each:
-            assert accuracy == f"{right(rows, arm)})" and margin == f"{mean(rows, arm, 'dpo', 'margin'):.3f}", name
-    assert {row["commit"] for row in rows if row["arm"] in ("O0", "O3")} == {"c663ae2"}
-    assert {row["commit"] for row in rows if row["arm"] not in ("O0", "O3")} == {"4d63996"}
-    assert all("H100" in row["gpu"] for row in rows) and not any(row["shown"] for row in rows)
+        assert accuracy == f"{right(rows, arm)})" and margin == f"{mean(rows, arm, 'dpo', 'margin'):.3f}", name
+    assert {row["commit"] for row in rows} == {"d72279f"} and all("H100" in row["gpu"] for row in rows)
 
 
 def test_smollm2s_sentences_are_the_rows():
@@ -78,11 +74,18 @@ def test_smollm2s_sentences_are_the_rows():
     assert f"the loss of {int(sft[4]):,} answer tokens" in TEXT and f"the share of {int(dpo[4]):,} pairs" in TEXT
     more = {arm: 100 * (mean(rows, arm, "sft", "heldout_loss") / mean(rows, "O0", "sft", "heldout_loss") - 1)
             for arm in ARMS.values()}  # fmt: skip
-    words = f"O3 ends {more['O3']:.2f} % above stock BF16, O2 {more['O2']:.2f} %, FP8-LM's master "
+    assert round(more["O1"], 2) == round(more["O2"], 2)
+    words = f"O3 ends {more['O3']:.2f} % above stock BF16, O1 and O2 {more['O2']:.2f} %, FP8-LM's master "
     assert f"{words}{more['O3, FP16 master']:.2f} %" in TEXT
-    assert f"That master took {100 * mean(rows, 'O3, FP16 master', 'sft', 'share'):.0f} % of the updates" in TEXT
-    taken = 100 * mean(before, "O3, FP16 master", "dpo", "share")
-    words = f"O3 had {right(before, 'O3')}, one seed), and FP8-LM's master, which took {taken:.1f} % of the updates, "
+    taken = [100 * mean(rows, "O3, FP16 master", stage, "share") for stage in ("sft", "dpo")]
+    assert f"That master took {taken[0]:.0f} % of the updates" in TEXT and f"take {taken[1]:.1f} % of the upd" in TEXT
+    accuracy = {arm: mean(rows, arm, "dpo", "accuracy") for arm in ARMS.values()}
+    assert sorted(accuracy, key=accuracy.get)[-2:] == ["O3", "O0"]  # "every level has fewer", "O3 is the nearest"
+    assert f"O1 and O2 show {100 * mean(rows, 'O2', 'dpo', 'shown'):.0f} %" in TEXT
+    assert f"and shows {100 * mean(rows, 'O3', 'dpo', 'shown'):.0f} %" in TEXT
+    times = [mean(rows, "O3", "dpo", column) / mean(rows, "O0", "dpo", column) for column in ("margin", "log_ratio")]
+    assert f"Its margin is {times[0]:.1f} times stock's" in TEXT and f"moved {times[1]:.1f} times as far" in TEXT
+    words = f"O3 had {right(before, 'O3')}, one seed), and FP8-LM's master "
     assert f"{words}{mean(before, 'O3, FP16 master', 'dpo', 'accuracy'):.3f} (two seeds" in TEXT
     assert len(values(before, "O3", "dpo", "share")) == 1 and {row["commit"] for row in before} == {"4d63996"}
     low, high = wilson(0.77 * int(dpo[4]), int(dpo[4]))
