@@ -68,7 +68,7 @@ def test_runs_come_with_all_that_is_known_of_them(stores):
     make(theirs, 2)
     make(theirs, 1, NOT_FINITE)
     make(theirs, 1, FAILED)
-    assert ours.take(theirs) == (3, 0) and ours.take(theirs) == (0, 3)
+    assert ours.take([theirs, theirs]) == [(3, 0), (0, 3)]
     assert ours.counts() == {**dict.fromkeys(STATES, 0), DONE: 2, NOT_FINITE: 1, WAITING: 5}
     ended = {key_of(row): row for row in theirs.runs() if row.state in (DONE, NOT_FINITE)}
     assert {key: text for key, text in curves(theirs).items() if key in ended} == curves(ours)
@@ -81,7 +81,7 @@ def test_what_has_ended_here_stays(stores):
     ours, theirs = stores
     kept = make(ours, 2, loss=5.0)
     make(theirs, 3, loss=7.0)
-    assert ours.take(theirs) == (1, 2)
+    assert ours.take([theirs]) == [(1, 2)]
     losses = {key: text["loss"][1] for key, text in curves(ours).items()}
     assert all((key in kept) == ("5.0" in text) for key, text in losses.items()) and len(losses) == 3
 
@@ -90,7 +90,7 @@ def test_a_failed_run_is_replaced(stores):
     ours, theirs = stores
     make(ours, 1, FAILED, loss=5.0)
     make(theirs, 1, loss=7.0)
-    assert ours.take(theirs) == (1, 0) and ours.counts()[FAILED] == 0
+    assert ours.take([theirs]) == [(1, 0)] and ours.counts()[FAILED] == 0
     (curve,) = curves(ours).values()
     assert curve["loss"][1] == "[7.0, nan]"
 
@@ -111,7 +111,7 @@ def test_other_plans_are_refused(tmp_path, other, said):
         make(theirs, 2)
         before = ours.runs()
         with pytest.raises(ValueError, match=said):
-            ours.take(theirs)
+            ours.take([theirs])
         assert ours.runs() == before and curves(ours) == {}
 
 
@@ -120,9 +120,36 @@ def test_a_run_in_progress_is_not_taken_away(stores):
     make(theirs, 2)
     running = ours.claim("")
     with pytest.raises(ValueError, match=r"a.sqlite: BF16, seed 1.* is running; wait until that sweep has ended"):
-        ours.take(theirs)
+        ours.take([theirs])
     assert curves(ours) == {}
     ours.write(running, [(1, "loss", 2.0)])  # it is still its worker's
+
+
+def test_one_refused_store_leaves_the_others_unmerged(tmp_path):
+    """And a cut between two stores leaves what was there."""
+    a, b, c = (Store(tmp_path / f"{name}.sqlite", create=True) for name in "abc")
+    b.add(plan())
+    c.add(plan(steps=20))
+    make(b, 2)
+    make(c, 1)
+    with pytest.raises(ValueError, match=r"c.sqlite: its plan has steps: 20"):
+        a.take([b, c])
+    assert a.runs() == [] and curves(a) == {}
+
+    def cut():
+        yield b
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        a.take(cut())
+    assert a.runs() == [] and curves(a) == {}
+    assert a.take([b]) == [(2, 0)]
+    for store in (a, b, c):
+        store.close()
+    write(tmp_path)
+    said = done(tmp_path, "merge", "new.sqlite", "b.sqlite", "c.sqlite", code=2)
+    assert said.count("\n") == 1 and "c.sqlite: its plan has steps: 20, that of new.sqlite 10" in said
+    assert done(tmp_path, "merge", "new.sqlite", "b.sqlite").splitlines()[0] == "b.sqlite: 2 added, 0 already here"
 
 
 def test_wrong_command_lines_are_one_line(tmp_path):

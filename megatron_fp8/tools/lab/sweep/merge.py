@@ -2,11 +2,11 @@
 
 Sweeps on machines without a common file system write stores of their own. Give each a plan of its own seeds, or let
 them start from copies of one store. A run that several stores have is taken from the first: STORE, then the others in
-their order.
+their order. All are merged or none.
 """
 
 from argparse import ArgumentParser, Namespace
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ....errors import UserError
@@ -21,16 +21,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Merge, and print how many runs came from each store."""
-    into = Path(args.store)
-    for other in args.others:
-        if Path(other).resolve() == into.resolve():
-            raise UserError(f"{other}: is the store to merge into; leave it out")
-        with closing(Store(other)) as store:  # one that cannot be read is refused before anything is changed
-            store.outline()
-    with closing(Store(into, create=True)) as store:
+    into, others = Path(args.store), []
+    with ExitStack() as opened:
         for path in args.others:
-            with closing(Store(path)) as other:
-                added, kept = store.take(other)
+            if Path(path).resolve() == into.resolve():
+                raise UserError(f"{path}: is the store to merge into; leave it out")
+            others.append(opened.enter_context(closing(Store(path))))
+            others[-1].outline()  # one that cannot be read is refused before `into` is made
+        store = opened.enter_context(closing(Store(into, create=True)))
+        for path, (added, kept) in zip(args.others, store.take(others), strict=True):
             print(f"{path}: {added} added, {kept} already here")
         print(f"{into}: {', '.join(f'{count} {state}' for state, count in store.counts().items() if count)}")
     return 0

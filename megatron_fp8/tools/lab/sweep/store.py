@@ -293,42 +293,45 @@ class Store:
 
     # Another store's runs.
 
-    def take(self, other: "Store") -> tuple[int, int]:
-        """Add the runs that have ended in another store of the plan, well or not finite, with all their points.
+    def take(self, others: Iterable["Store"]) -> list[tuple[int, int]]:
+        """Add the runs that have ended in other stores of the plan, well or not finite, with all their points.
 
-        A run that waits here, or has failed, is replaced. One that has ended here stays as it is. A store without a
-        plan gets the other's. The change is made as a whole or not at all.
+        A run that waits here, or has failed, is replaced. One that has ended here, or in a store before, stays as it
+        is. A store without a plan gets the first one's. The change is made as a whole or not at all.
 
-        Returns (runs added, runs that had ended here too).
+        Returns (runs added, runs that had ended here too) of each store.
 
         Raises UserError if the plans have other steps or processes, if a run was made with another command, or if a
         sweep makes the run here at this moment.
         """
-        plan, added, kept = other.outline(), 0, 0
         with self._transaction():
-            if self._get("plan") is None:
-                self._put("plan", plan)
-            for key in ("steps", "processes"):
-                if (ours := self.outline().get(key)) != plan.get(key):
-                    what = f"{other.path}: its plan has {key}: {plan.get(key)}, that of {self.path} {ours}"
-                    raise UserError(f"{what}; merge the stores of one plan")
             self._lose()
-            here = {key_of(row): row for row in self.runs()}
-            for row in other.runs():
-                ours = here.get(key_of(row))
-                if row.state not in ENDED:
-                    continue
-                if ours is not None and ours.command != row.command:
-                    new, old = _first_difference(row.command, ours.command)
-                    what = f"{other.path}: {row.name} was run with {new} but {self.path} has {old}"
-                    raise UserError(f"{what}; merge the stores of one plan")
-                if ours is not None and ours.state == RUNNING:
-                    raise UserError(f"{self.path}: {row.name} is running; wait until that sweep has ended")
-                if ours is not None and ours.state in ENDED:
-                    kept += 1
-                else:
-                    self._copy(row, other.series(row.id), ours)
-                    added += 1
+            return [self._take(other) for other in others]
+
+    def _take(self, other: "Store") -> tuple[int, int]:
+        plan, added, kept = other.outline(), 0, 0
+        if self._get("plan") is None:
+            self._put("plan", plan)
+        for key in ("steps", "processes"):
+            if (ours := self.outline().get(key)) != plan.get(key):
+                what = f"{other.path}: its plan has {key}: {plan.get(key)}, that of {self.path} {ours}"
+                raise UserError(f"{what}; merge the stores of one plan")
+        here = {key_of(row): row for row in self.runs()}
+        for row in other.runs():
+            ours = here.get(key_of(row))
+            if row.state not in ENDED:
+                continue
+            if ours is not None and ours.command != row.command:
+                new, old = _first_difference(row.command, ours.command)
+                what = f"{other.path}: {row.name} was run with {new} but {self.path} has {old}"
+                raise UserError(f"{what}; merge the stores of one plan")
+            if ours is not None and ours.state == RUNNING:
+                raise UserError(f"{self.path}: {row.name} is running; wait until that sweep has ended")
+            if ours is not None and ours.state in ENDED:
+                kept += 1
+            else:
+                self._copy(row, other.series(row.id), ours)
+                added += 1
         return added, kept
 
     def _copy(self, row: Row, series: dict[str, tuple[np.ndarray, np.ndarray]], instead: Row | None) -> None:
