@@ -216,6 +216,19 @@ def test_a_plan_grows_and_shrinks(store):
     assert store.counts() == {**dict.fromkeys(STATES, 0), WAITING: 7, DONE: 1}
 
 
+def test_only_chosen_arms_are_given_out(store):
+    store.add(plan(), ["E8M3"])
+    assert len(store.runs()) == 8 and store.counts(["E8M3"])[WAITING] == 4
+    taken = [store.claim("") for _ in range(5)]
+    assert taken[4] is None and {run.arm for run in taken[:4]} == {"E8M3"}
+    for run in taken[:4]:
+        store.finish(run, FAILED, 1)
+    assert store.retry(["BF16"]) == 0 and store.counts() == {**dict.fromkeys(STATES, 0), WAITING: 4, FAILED: 4}
+    assert store.counts(["BF16"])[FAILED] == 0 and store.retry(["E8M3", "BF16"]) == 4
+    store.add(plan())
+    assert store.claim("").arm == "BF16"
+
+
 def test_a_failed_run_may_change_or_go(store):
     """A mistyped arm is corrected in the plan, or removed; the good runs stay."""
     while row := store.claim(""):

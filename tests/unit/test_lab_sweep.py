@@ -89,6 +89,21 @@ def test_a_sweep_takes_what_fits_into_its_minutes(tmp_path):
     assert done(tmp_path, *SWEEP, "--minutes", "60").splitlines()[-1] == "6 done"
 
 
+def test_an_arm_has_a_sweep_of_its_own(tmp_path):
+    """Added to a plan that has run, and for an environment of its own: the others stay as they are."""
+    write(tmp_path, SLOW)
+    assert done(tmp_path, *SWEEP, "--arms", "BF16", "--jobs", "2").splitlines()[-1] == "3 done"
+    write(tmp_path, f"{SLOW}  with blank: --gap 0.1\n")
+    output = done(tmp_path, *SWEEP, "--jobs", "2", "--arms", "with blank", "BF16")
+    assert output.count("with blank, seed") == 3 and output.splitlines()[-1] == "6 done"
+    rows = states(tmp_path)
+    assert [row.attempt for row in rows if row.arm == "BF16"] == [1, 1, 1]
+    assert {row.state for row in rows if row.arm == "E8M3"} == {WAITING} and len(rows) == 9
+    script = done(tmp_path, *SWEEP, "--slurm", "print", "--arms", "E8M3", "with blank")
+    assert "#SBATCH --array=0-2" in script and script.endswith(" --jobs 1 --arms E8M3 'with blank'\n")
+    assert done(tmp_path, *SWEEP).splitlines()[-1] == "9 done"
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, str]:
     """The report of the sweep SLOW."""
@@ -306,6 +321,7 @@ def test_wrong_command_lines_are_one_line(tmp_path, monkeypatch, capsys):
         (["none.yaml", "--store", "s"], "none.yaml: No such file or directory; give a plan file"),
         (["plan.yaml", "--store", "s", "--jobs", "0"], "--jobs 0: use 1 or more"),
         (["plan.yaml", "--store", "s", "--minutes", "0"], "--minutes 0: use a number above 0"),
+        (["plan.yaml", "--store", "s", "--arms", "BF16", "O1"], "--arms O1: no arm of plan.yaml; it has BF16, E8M3"),
         (["plan.yaml", "--store", "s", "--minutes", "9", "--slurm", "print"], "no effect with --slurm; give the tasks"),
         (["plan.yaml", "--store", "s", "--sbatch", "-p x"], "has an effect only with --slurm"),
         (["plan.yaml", "--store", "s", "--slurm", "print", "--sbatch=-C 'a"], '--sbatch "-C \'a": a quote is not'),

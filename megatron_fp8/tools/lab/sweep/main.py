@@ -3,6 +3,7 @@
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite                 on this machine
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --jobs 4        four runs at once
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --minutes 20    as many runs as fit into the time
+    megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --arms BF16 O1  the runs of these arms alone
     megatron-fp8 lab sweep plan.yaml --store sweep.sqlite --slurm print --sbatch="--gpus=1 --time=4:00:00"
 
 If the sweep ends for any reason (Ctrl-C, a lost connection, a power cut), the same command continues it: finished runs
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,6 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--store", required=True, help="SQLite file of the runs and curves; made if it is missing")
     parser.add_argument("--jobs", type=int, help="runs at once, or with --slurm tasks (default: what fits; all runs)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="end after so many; begin only what should fit")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="run these arms alone (default: all of the plan)")
     parser.add_argument("--retry-failed", action="store_true", help="run failed runs again")
     parser.add_argument("--slurm", choices=("print", "submit"), help="print a job array's script, or submit it")
     parser.add_argument("--sbatch", default="", metavar="OPTIONS", help='Slurm options of a task: --sbatch="--gpus=1"')
@@ -68,6 +71,9 @@ def run(args: Namespace) -> int:
         raise UserError(f"--minutes {args.minutes:g}: use a number above 0")
     if args.slurm and args.minutes < math.inf:
         raise UserError(f"--minutes {args.minutes:g}: has no effect with --slurm; give the tasks a --time in --sbatch")
+    for arm in args.arms or ():
+        if arm not in plan.arms:
+            raise UserError(f"--arms {arm}: no arm of {args.plan}; it has {', '.join(plan.arms)}")
     split_words("--sbatch", args.sbatch)
     sbatch.check_options(args.sbatch)
     if args.sbatch and not args.slurm:
@@ -82,13 +88,13 @@ def run(args: Namespace) -> int:
     try:
         end_left_behind(store.path)
         store.recover()
-        store.add(plan)
+        store.add(plan, args.arms)
         if args.retry_failed:
-            store.retry()
+            store.retry(args.arms)
         if args.slurm:
             return _slurm(args, store)
         jobs = args.jobs or _fitting(plan.processes)
-        return _Sweep(store, plan, jobs, _gpus(plan.processes), 60 * args.minutes).run()
+        return _Sweep(store, plan, jobs, _gpus(plan.processes), 60 * args.minutes, args.arms).run()
     finally:
         store.close()
 
@@ -133,17 +139,25 @@ class _Active:
 
 class _Sweep:
     """seconds: the time that there is. No run begins if the longest one of this sweep would not end in it; what still
-    runs at its end waits again."""
+    runs at its end waits again.  arms: whose runs are counted; those that the store gives out."""
 
-    def __init__(self, store: Store, plan: SweepPlan, jobs: int, gpus: list[str], seconds: float = math.inf):
-        self.store, self.plan, self.gpus = store, plan, gpus
+    def __init__(
+        self,
+        store: Store,
+        plan: SweepPlan,
+        jobs: int,
+        gpus: list[str],
+        seconds: float = math.inf,
+        arms: Sequence[str] | None = None,
+    ):
+        self.store, self.plan, self.gpus, self.arms = store, plan, gpus, arms
         self.end, self.longest, self.spent = time.monotonic() + seconds, 0.0, False
         self.folder = store.path.resolve().with_suffix(".runs")
         self.places = list(range(jobs))[::-1]  # the free ones
         self.active: list[_Active] = []
         self.stopping = False
         self.look_again = 0.0  # when to look for waiting runs again, after there were none
-        self.counts, self.counted = store.counts(), time.monotonic()
+        self.counts, self.counted = store.counts(arms), time.monotonic()
         self.code = code_version()
 
     def run(self) -> int:
@@ -265,7 +279,7 @@ class _Sweep:
 
     def _show(self, progress: Progress) -> None:
         if time.monotonic() - self.counted > _BEAT:
-            self.counts, self.counted = self.store.counts(), time.monotonic()
+            self.counts, self.counted = self.store.counts(self.arms), time.monotonic()
         counts = self.counts
         ended = counts[DONE] + counts[FAILED] + counts[NOT_FINITE]
         steps = ended * self.plan.steps + sum(min(a.training.last, self.plan.steps) for a in self.active)
@@ -273,7 +287,7 @@ class _Sweep:
         progress.update(steps, text + (f", {counts[FAILED]} failed" if counts[FAILED] else ""))
 
     def _conclude(self) -> int:
-        counts = self.store.counts()
+        counts = self.store.counts(self.arms)
         print(", ".join(f"{count} {state}" for state, count in counts.items() if count), flush=True)
         if counts[RUNNING]:
             print("the running ones belong to another sweep", flush=True)
@@ -298,12 +312,12 @@ def _folder_name(row: Row) -> str:
 
 def _slurm(args: Namespace, store: Store) -> int:
     """Print or submit the script of a job array whose tasks work on the store."""
-    waiting = store.counts()[WAITING]
+    waiting = store.counts(args.arms)[WAITING]
     tasks = min(args.jobs or waiting, _MOST_TASKS)
     if not tasks:
         remedy = "--retry-failed runs failed ones again"
         raise UserError(f"--slurm {args.slurm}: no run of {args.store} waits, nothing to submit; {remedy}")
-    script = slurm_script(Path(args.plan).resolve(), store.path.resolve(), tasks, args.sbatch)
+    script = slurm_script(Path(args.plan).resolve(), store.path.resolve(), tasks, args.sbatch, args.arms or ())
     if args.slurm == "print":
         print(script, end="")
         return 0
@@ -314,8 +328,9 @@ def _slurm(args: Namespace, store: Store) -> int:
         raise UserError(line) from None
 
 
-def slurm_script(plan: Path, store: Path, tasks: int, options: str) -> str:
-    """The script of a job array of `tasks` sweeps with one job each. Paths are absolute; options are sbatch's."""
+def slurm_script(plan: Path, store: Path, tasks: int, options: str, arms: Sequence[str] = ()) -> str:
+    """The script of a job array of `tasks` sweeps with one job each. Paths are absolute; options are sbatch's; arms:
+    the only ones that run, or () for all."""
     folder = store.with_suffix(".runs")
     folder.mkdir(exist_ok=True)  # Slurm opens its output files there
     directives = [
@@ -329,5 +344,6 @@ def slurm_script(plan: Path, store: Path, tasks: int, options: str) -> str:
         *([options] if options else []),
     ]
     sweep = ["megatron_fp8.cli", "lab", "sweep", str(plan), "--store", str(store), "--jobs", "1"]
+    sweep += ["--arms", *arms] if arms else []
     command = shlex.join([sys.executable, "-m", *sweep])
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in directives), f"exec {command}"]) + "\n"

@@ -30,7 +30,7 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -186,8 +186,9 @@ class Store:
 
     # The plan.
 
-    def add(self, plan: SweepPlan) -> None:
-        """Add the runs of a plan that are not here yet, as waiting; from now on `claim` gives out the plan's runs.
+    def add(self, plan: SweepPlan, arms: Collection[str] | None = None) -> None:
+        """Add the runs of a plan that are not here yet, as waiting; from now on `claim` gives out the plan's runs, or
+        those of some of its arms.
 
         Waiting or failed runs are deleted if the plan no longer has them, or has another command for them. Raises
         UserError if any other run was begun with another command.
@@ -209,7 +210,7 @@ class Store:
                 [(*key, command) for key, command in commands.items()],
             )
             self._put("plan", plan.outline())
-        self._commands = commands
+        self._commands = {key: command for key, command in commands.items() if arms is None or key[0] in arms}
 
     def outline(self) -> dict[str, Any]:
         """The outline of the last plan added."""
@@ -220,7 +221,7 @@ class Store:
     def claim(self, code: str) -> Row | None:
         """Take a waiting run of the plan for this process, as a new attempt; None if there is none.
 
-        A run that is not in the plan, or has another command there, is not taken.
+        A run that is not in the plan's chosen arms, or has another command there, is not taken.
         code: the version that will run it.
         """
         now, worker = time.time(), identity(os.getpid())
@@ -283,10 +284,10 @@ class Store:
             self._own(run, "error = NULL")
             self._wait(run.id)
 
-    def retry(self) -> int:
-        """Let failed runs wait again. Returns their number."""
+    def retry(self, arms: Collection[str] | None = None) -> int:
+        """Let failed runs wait again, of all arms or of these. Returns their number."""
         with self._transaction():
-            failed = [row.id for row in self.runs() if row.state == FAILED]
+            failed = [row.id for row in self.runs() if row.state == FAILED and (arms is None or row.arm in arms)]
             for run in failed:
                 self._wait(run)
         return len(failed)
@@ -352,10 +353,11 @@ class Store:
 
     # A reader's part.
 
-    def counts(self) -> dict[str, int]:
-        """{state: number of runs} for each of STATES."""
-        found = dict(self._rows("SELECT state, count(*) FROM runs GROUP BY state"))
-        return {state: found.get(state, 0) for state in STATES}
+    def counts(self, arms: Collection[str] | None = None) -> dict[str, int]:
+        """{state: number of runs} for each of STATES, of all arms or of these."""
+        found = self._rows("SELECT arm, state, count(*) FROM runs GROUP BY arm, state")
+        mine = [(state, count) for arm, state, count in found if arms is None or arm in arms]
+        return {state: sum(count for its, count in mine if its == state) for state in STATES}
 
     def runs(self) -> list[Row]:
         """All runs, in the order in which they are given out."""
