@@ -35,12 +35,15 @@ from megatron_fp8.tools.lab.report.statistics import (
     t_interval,
     wilson,
 )
+from megatron_fp8.tools.lab.sweep.plan_file import read_plan
 from megatron_fp8.tools.lab.sweep.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "evidence.md"
 RESULTS = ROOT / "benchmarks" / "results"
 BOUND = 0.5  # per cent: two losses that differ by less are called equal
+L0 = ROOT / "configs/lab/evidence_l0.yaml"
+TE_ARM = "TE FP8"  # one of its arms
 LAST = 100  # steps whose training loss is averaged
 INTRODUCTION = f"""\
 # Evidence on accuracy
@@ -128,7 +131,11 @@ def in_short(sent: Sequence[Gap], real: Sequence[Gap], levels: Sequence[Gap], ot
     lines = [
         f"O3 and Transformer Engine's FP8, 85 M parameters: {te.said()}.",
         f"O3 and BF16 of Transformer Engine's layers, 85 M parameters: {bf16.said()}.",
-        *(f"{gap.arm} with FP8 gradients that are sent, and our own layers in BF16: {gap.said()}." for gap in sent),
+        *(
+            f"{gap.arm} with FP8 gradients that are sent, and "
+            f"{"Transformer Engine's FP8" if gap.reference == TE_ARM else 'our own layers in BF16'}: {gap.said()}."
+            for gap in sent
+        ),
         f"All {len(tests)} rows with {FEW} seeds or more: {sum(p < 0.05 for p in equal)} are shown to be within "
         f"{BOUND:g} %, {sum(p < strict for p in equal)} after Bonferroni's correction for so many tests. In "
         f"{sum(p < 0.05 for p in told)} the interval leaves out 0, in {sum(p < strict for p in told)} "
@@ -201,25 +208,41 @@ def of_store(results: Results, loss) -> Iterator[tuple[float, Gap]]:
             yield cell.rate, Gap(cell.arm, results.baseline, ours, theirs)
 
 
+def same_batches(one: Result, other: Result) -> bool:
+    """Whether two runs saw the same batches in the same order: each is harder or easier than the last for any arm.
+
+    In the committed runs the last hundred steps' changes of the loss correlate at 0.999 or more if the seed is the
+    same, and at 0.3 or less if it is not.
+    """
+    last = (np.diff(run.series[LOSS][1][-LAST:]) for run in (one, other))
+    return bool(np.corrcoef(*last)[0, 1] > 0.9)
+
+
 def of_l0(results: Results, loss) -> Iterator[Gap]:
     """Gaps of L0's arms, of the seeds whose runs one commit made. What is compared was chosen before the runs.
 
-    An arm is compared with the mean of a seed's two runs in BF16, which has half of one run's chance.
+    An arm is compared with the mean of a seed's two runs in BF16, which has half of one run's chance. Runs of
+    Transformer Engine may be of another commit, because this project computes nothing in them; what they share with
+    the others then has to show, in losses that rise and fall with the same batches.
     """
     runs = {(cell.arm, run.row.seed): run for cell, some in results.cells() for run in some}
     bf16, halves = results.baseline, "BF16 by halves"
     both = f"{bf16} and by halves"
     for arm, reference, of in (
         (halves, bf16, (bf16,)),
-        *(("O1", both, (bf16, halves)), ("O3", both, (bf16, halves)), ("O3", "O1", ("O1",))),
+        *((arm, both, (bf16, halves)) for arm in ("O1", "O3", TE_ARM)),
+        *(("O3", "O1", ("O1",)), ("O1", TE_ARM, (TE_ARM,)), ("O3", TE_ARM, (TE_ARM,))),
     ):
         ours, theirs = {}, {}
         for seed in sorted(seed for name, seed in runs if name == arm):
-            compared = [runs.get((name, seed)) for name in of]
-            if all(run is not None and run.row.code == runs[arm, seed].row.code for run in compared):
+            found = [runs[name, seed] for name in of if (name, seed) in runs]
+            of_ours = {run.row.code for run in (runs[arm, seed], *found) if run.row.arm != TE_ARM}
+            paired_up = TE_ARM not in (arm, *of) or all(same_batches(runs[arm, seed], run) for run in found)
+            if len(found) == len(of) and len(of_ours) == 1 and paired_up:
                 ours[seed] = loss(runs[arm, seed])
-                theirs[seed] = statistics.mean(loss(run) for run in compared)
-        yield Gap(arm, reference, ours, theirs)
+                theirs[seed] = statistics.mean(map(loss, found))
+        if ours or TE_ARM not in (arm, reference):
+            yield Gap(arm, reference, ours, theirs)
 
 
 def falls(results: Results, references: Sequence[str]) -> str:
@@ -308,21 +331,27 @@ def page() -> str:
     with tempfile.TemporaryDirectory() as folder:
         l0, levels, ramp, lottery = (opened(name, folder) for name in ("evidence_l0", "levels", "ramp", "lottery"))
         trained, held_out = (list(of_l0(l0, loss)) for loss in (last_steps, lambda run: run.validation_loss))
-        done = sum(len(runs) for _, runs in l0.cells())
+        done, planned = sum(len(runs) for _, runs in l0.cells()), len(read_plan(L0).runs())
         of_levels = list(of_store(levels, lambda run: run.validation_loss))
         by_rate = [gap._replace(arm=f"{gap.arm}, rate {rate:g}") for rate, gap in of_levels]
         falls_in_ramp, falls_in_lottery = falls(ramp, ("FP32", "BF16")), falls(lottery, ("FP32",))
     real, states, stored, sums = (list(of()) for of in (real_text, table6, storage, tensor_sums))
     sent = [gap for gap in trained if gap.arm in ("O1", "O3") and gap.reference != "O1"]
+    rest = [gap for gap in (*trained, *held_out) if gap not in sent]
+    with_te = (
+        f'"{TE_ARM}" is stock with Transformer Engine\'s layers, its delayed scaling with the history of O1 and O3, '
+        "and FP32 gradients; this project computes nothing in it, so its commit does not count. "
+    )
+    with_te *= any(TE_ARM in (gap.arm, gap.reference) for gap in trained)
     sections = {
-        "In short": (in_short(sent, real, by_rate, [*states, *stored, *sums]),),
+        "In short": (in_short(sent, real, by_rate, [*rest, *states, *stored, *sums]),),
         "FP8 gradients sent over two ranks, GPT-125M, a real vocabulary": (
-            f"{done} of {len(l0.rows)} runs of configs/lab/evidence_l0.yaml are done"
-            + ("." if done == len(l0.rows) else "; the others wait.")
+            f"{done} of {planned} runs of configs/lab/evidence_l0.yaml are done"
+            + ("." if done == planned else "; the others wait.")
             + " A run sees 26 of 43 million tokens of English manuals."
             + ' "BF16 by halves" is BF16 with another order of sums: its gap is chance. O1 and O3 are compared with '
-            "the mean of both. A seed counts if one commit made all runs of it that a row compares. Training loss of "
-            f"the last {LAST} of 800 steps, nats a token:",
+            f"the mean of both. {with_te}A seed counts if one commit made all runs of it that a row compares. Training "
+            f"loss of the last {LAST} of 800 steps, nats a token:",
             gaps(trained),
             "Held-out loss after the last step, of 0.5 million tokens:",
             gaps(held_out),

@@ -9,6 +9,8 @@ import pytest
 from launch import ROOT, RunFailed, forked
 from megatron_runs import TINY_GPT, run_megatron
 
+from megatron_fp8.tools.lab.sweep.plan_file import read_plan
+
 nightly = pytest.mark.slow
 OTHER_MODEL = "tests/scripts/other_model.py"
 UNEVEN = "--num-layers 3 --pipeline-model-parallel-size 2 --fp8-level O1"
@@ -86,6 +88,12 @@ def test_a_mistake_in_a_process_without_a_launcher_is_one_line(tmp_path):
         ),
         pytest.param(
             1,
+            [*TINY_GPT, *read_plan(ROOT / "configs/lab/evidence_l0.yaml").arms["TE FP8"]],
+            "Megatron has no TESpecProvider here: Transformer Engine is not installed",
+            marks=nightly,
+        ),
+        pytest.param(
+            1,
             [*TINY_GPT, "--train-iters", "2", "--fp8-level", "O1"],
             "--lr-warmup-iters 2, --global-batch-size 8: Megatron needs lr_warmup_steps < lr_decay_steps",
             marks=nightly,
@@ -97,7 +105,7 @@ def test_a_mistake_in_a_process_without_a_launcher_is_one_line(tmp_path):
             marks=nightly,
         ),
     ],
-    ids=["arguments", "model", "optimizer", "first step"],
+    ids=["arguments", "model", "an arm of a plan", "optimizer", "first step"],
 )
 def test_a_check_of_megatrons_is_one_line(nproc, flags, expected):
     with pytest.raises(RunFailed) as failure:

@@ -1,5 +1,6 @@
 """docs/evidence.md is what the committed results say, README and docs/levels.md agree with it, and TOST is TOST."""
 
+import itertools
 import re
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from make_evidence_doc import Gap
 from scipy import stats
 
 from megatron_fp8.tools.lab.report.statistics import equivalence, equivalence_power, equivalence_seeds, paired
+from megatron_fp8.tools.lab.sweep.plan_file import read_plan
 
 PAGE = make_evidence_doc.PAGE
 
@@ -63,7 +65,8 @@ def test_l0s_verdicts_need_seeds(tmp_path):
     results = make_evidence_doc.opened("evidence_l0", str(tmp_path))
     done = sum(len(runs) for _, runs in results.cells())
     text = re.sub(r"\s+", " ", PAGE.read_text())
-    assert f"{done} of {len(results.rows)} runs of configs/lab/evidence_l0.yaml are done" in text
+    planned = len(read_plan(make_evidence_doc.L0).runs())
+    assert f"{done} of {planned} runs of configs/lab/evidence_l0.yaml are done" in text
     for loss in (make_evidence_doc.last_steps, lambda run: run.validation_loss):
         for gap in make_evidence_doc.of_l0(results, loss):
             cells = gap.row()[2:]
@@ -71,26 +74,67 @@ def test_l0s_verdicts_need_seeds(tmp_path):
             assert (cells[4] == "too few seeds") == (int(cells[0]) < 4)
 
 
+def run(seed, loss, code="a", batches=None):
+    """A run of L0; batches: how hard each is."""
+    series = {"loss": (np.arange(300), loss + (np.zeros(300) if batches is None else batches))}
+    return SimpleNamespace(row=SimpleNamespace(seed=seed, code=code, arm=""), loss=loss, series=series)
+
+
+def compared(arms) -> list[Gap]:
+    """L0's gaps of {arm: runs}."""
+    for arm, runs in arms.items():
+        for one in runs:
+            one.row.arm = arm
+    cells = [(SimpleNamespace(arm=arm), runs) for arm, runs in arms.items()]
+    results = SimpleNamespace(baseline="BF16", cells=lambda: cells)
+    return list(make_evidence_doc.of_l0(results, lambda run: run.loss))
+
+
 def test_a_seed_of_two_commits_is_not_compared():
     """Nor is one without both runs in BF16."""
-
-    def run(seed, loss, code="a"):
-        return SimpleNamespace(row=SimpleNamespace(seed=seed, code=code), loss=loss)
-
     arms = {
         "BF16": [run(1, 2.0), run(2, 2.0), run(3, 2.0), run(4, 2.0, "b")],
         "BF16 by halves": [run(1, 4.0), run(3, 4.0), run(4, 4.0)],
         "O1": [run(1, 6.0), run(2, 6.0), run(3, 6.0, "b"), run(4, 6.0)],
         "O3": [run(1, 9.0), run(4, 9.0)],
     }
-    results = SimpleNamespace(
-        baseline="BF16", cells=lambda: [(SimpleNamespace(arm=arm), runs) for arm, runs in arms.items()]
-    )
-    halves, o1, o3, levels = make_evidence_doc.of_l0(results, lambda run: run.loss)
+    halves, o1, o3, levels = compared(arms)
     assert halves.ours == {1: 4.0, 3: 4.0} and halves.theirs == {1: 2.0, 3: 2.0}
     assert o1.ours == {1: 6.0} and o1.theirs == {1: 3.0} and o1.differences() == pytest.approx([100.0])
     assert o3.ours == {1: 9.0} and o3.theirs == {1: 3.0}
     assert levels.ours == {1: 9.0, 4: 9.0} and levels.theirs == {1: 6.0, 4: 6.0}
+
+
+def test_transformer_engines_runs_need_the_same_batches_and_no_commit():
+    random = np.random.default_rng()
+    of_seed = random.normal(0, 0.1, (5, 300))
+
+    def runs(loss, seeds, code="a", noise=0.002):
+        return [run(seed, loss, code, of_seed[seed] + noise * random.normal(0, 1, 300)) for seed in seeds]
+
+    te = [*runs(6.0, (1, 2), "b"), run(3, 6.0, "a", of_seed[4])]
+    arms = {
+        "BF16": runs(2.0, (1, 2, 3, 4)),
+        "BF16 by halves": [*runs(4.0, (1, 3, 4)), *runs(4.0, (2,), "c")],
+        "O1": runs(5.0, (1, 3)),
+        "O3": runs(9.0, (1, 2, 3), "d"),
+        "TE FP8": te,
+    }
+    found = {(gap.arm, gap.reference): gap for gap in compared(arms)}
+    assert found["TE FP8", "BF16 and by halves"].ours == {1: 6.0}  # seed 2: two commits of ours; seed 3: another text
+    assert found["TE FP8", "BF16 and by halves"].theirs == {1: 3.0}
+    assert found["O3", "TE FP8"].ours == {1: 9.0, 2: 9.0} and found["O3", "TE FP8"].theirs == {1: 6.0, 2: 6.0}
+    assert found["O1", "TE FP8"].ours == {1: 5.0}
+    assert found["O3", "BF16 and by halves"].ours == {}  # a commit of ours
+    del arms["TE FP8"]
+    assert not any("TE FP8" in (gap.arm, gap.reference) for gap in compared(arms))
+
+
+def test_the_committed_runs_tell_their_seeds(tmp_path):
+    results = make_evidence_doc.opened("evidence_l0", str(tmp_path))
+    found = [one for _, some in results.cells() for one in some]
+    for one, other in itertools.combinations(found, 2):
+        assert make_evidence_doc.same_batches(one, other) == (one.row.seed == other.row.seed)
 
 
 @pytest.mark.parametrize("n, spread, word", [(8, 0.1, "yes"), (8, 4.0, "not shown"), (3, 0.001, "too few seeds")])
@@ -116,12 +160,12 @@ def test_in_short_counts_rows_as_tests():
 
     real = [gap("O3", "TE's FP8", 0.0, 0.05), gap("O3", "BF16, TE's layers", 0.0, 0.5)]
     levels = [gap("O1", "BF16", 3.0, 0.1), gap("O2", "BF16", 0.2, 2.0)]
-    found = make_evidence_doc.in_short(
-        [gap("O1", "BF16 and by halves", 0.1, 0.1, seeds=1)], real, levels, [gap("x", "y", 0.0, 5.0)]
-    )
+    sent = [gap("O1", "BF16 and by halves", 0.1, 0.1, seeds=1), gap("O3", "TE FP8", 0.1, 0.1, seeds=1)]
+    found = make_evidence_doc.in_short(sent, real, levels, [gap("x", "y", 0.0, 5.0)])
     text = re.sub(r"\s+", " ", found)
     assert "All 5 rows with 4 seeds or more: 2 are shown to be within 0.5 %, 1 after Bonferroni's correction" in text
     assert "In 1 the interval leaves out 0, in 1 after correction." in text
+    assert "O3 with FP8 gradients that are sent, and Transformer Engine's FP8: " in text
     assert "our own layers in BF16: " in text and "(1 seed); within 0.5 %: too few seeds." in text
     assert max(map(len, found.splitlines())) <= 120
 
