@@ -189,5 +189,5 @@ def test_fewer_pairs_than_decide_are_never_enough():
     gaps = np.array([0.01, -0.01, 0.005, -0.005])
     assert statistics.equivalence_seeds(0.5 / gaps.std(ddof=1)) < statistics.FEW
     word, needed = statistics.equivalence_words(statistics.paired(gaps), 0.5)
-    assert word.startswith("yes") and int(needed) == statistics.FEW
+    assert word == "yes (p below 0.0001)" and int(needed) == statistics.FEW
     assert statistics.equivalence_words(statistics.paired(gaps[:-1]), 0.5) == ("too few seeds", "-")

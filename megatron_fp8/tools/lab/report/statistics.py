@@ -167,7 +167,8 @@ def equivalence_words(found: Paired, bound: float) -> tuple[str, str]:
     p, (low, high) = equivalence(found, bound), t_interval(found)
     outside = low > bound or high < -bound
     needed = equivalence_seeds(bound / found.deviation) if found.deviation else None
-    word = f"yes (p {p:.4f})" if p <= 1 - CONFIDENCE else "no" if outside else "not shown"
+    shown = f"{p:.4f}" if p >= 1e-4 else "below 0.0001"
+    word = f"yes (p {shown})" if p <= 1 - CONFIDENCE else "no" if outside else "not shown"
     return word, str(max(needed, FEW)) if needed else "-"
 
 
