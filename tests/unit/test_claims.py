@@ -1,4 +1,4 @@
-"""What README.md, docs/results.md and docs/levels.md say is what the committed results say: recomputed from the rows.
+"""What README.md and docs/ (results.md, levels.md, performance.md) say is what the committed rows say, recomputed.
 
 A sentence stands here as the page has it, with its figures left open.  A changed figure, row or page fails.
 """
@@ -107,26 +107,26 @@ def test_seeds_that_half_a_per_cent_needs(curves):
 
 
 def test_o3_leads_by_one_step(curves):
-    levels = page("docs/levels.md")
+    log = page("docs/performance.md")
     third = [curves["O0", seed][2] - curves["O3", seed][2] for seed in (1, 2, 3, 4)]
-    assert f"third loss is {min(third):.2f} to {max(third):.2f} nats below" in levels
-    assert f"(seed 1: {curves['O3', 1][2]:.3f} and {curves['O0', 1][2]:.3f})" in levels
+    assert f"third loss is {min(third):.2f} to {max(third):.2f} nats below" in log
+    assert f"(seed 1: {curves['O3', 1][2]:.3f} and {curves['O0', 1][2]:.3f})" in log
     end = min(len(curves[arm, seed]) for arm in ("O0", "O3") for seed in (1, 2, 3, 4))
     leads = [[curves["O3", seed][step] < curves["O0", seed][step] for seed in (1, 2, 3, 4)] for step in range(3, end)]
     below, above = sum(map(all, leads)), sum(not any(lead) for lead in leads)
     words = f"of the {end - 3} steps after it that both have, O3 is below in all four seeds in {below}"
-    assert f"{words}, and in no seed in {above}." in levels
+    assert f"{words}, and in no seed in {above}." in log
 
 
 def test_what_a_weight_shows_of_the_first_update():
     """1e-3 after a 160th of the warm-up's steps, on weights of N(0, 0.02)."""
     update = 1e-3 / 160
-    assert f"is {update:.2e}".replace("e-0", "e-") in page("docs/levels.md")
+    assert f"is {update:.2e}".replace("e-0", "e-") in page("docs/performance.md")
     torch.manual_seed(0)
     master = torch.randn(1 << 21) * 0.02
     weight = master.bfloat16()
     shown = ((weight.float() + update).bfloat16().float() - weight.float()).mean() / update
-    assert f"show {100 * shown:.0f} % of it" in page("docs/levels.md")
+    assert f"show {100 * shown:.0f} % of it" in page("docs/performance.md")
     scale = torch.tensor(2.0**12)
     before, after = (split_e4m3(at, scale)[0].float() / scale for at in (master, master + update))
     assert 0.9 < (after - before).mean() / update < 1.1
@@ -152,9 +152,9 @@ def test_the_ramp_is_the_stores(tmp_path):
     }
     of = {arm: f"{fallen} of {runs}" for arm, (fallen, runs) in falls.items()}
     levels, lab = page("docs/levels.md"), page("docs/lab_results.md")
-    words = f"falls in {of['FP32']} runs in FP32, in {of['BF16']} in BF16, in {of['O1']} at O1 and in {of['O3']} at O3"
-    assert words in levels and falls["FP32"][0] == 0
-    words = f"falls in {of['O3']} runs at O3, in {of['BF16']} in BF16 and in none in FP32"
+    words = f"diverges in {of['FP32']} runs in FP32, in {of['BF16']} in BF16, in {of['O1']} at O1 and "
+    assert f"{words}in {of['O3']} at O3" in levels and falls["FP32"][0] == 0
+    words = f"diverges in {of['O3']} runs at O3, in {of['BF16']} in BF16 and in none in FP32"
     assert words in page("README.md")
     p = {arm: fisher(*falls[arm], *falls["FP32"]) for arm in ("O1", "O3", "E8M3 truncate")}
     both = tuple(one + other for one, other in zip(falls["O1"], falls["O3"], strict=True))
