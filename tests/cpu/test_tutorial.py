@@ -24,7 +24,11 @@ def test_every_command_runs(tmp_path):
     # the text's claims about them
     assert re.search(r"peak memory, GB +33\.3 +\S+ +19\.8\n", bought)
     assert re.search(r"largest micro-batch that fits +8 +8 +16\n", bought)
-    assert re.search(r"bound by +the GPU +\S+ \S+ +the host\n", bought)
+    assert re.search(r"bound by +the host +the host +the host\n", bought)
+    stock, _, level = re.search(r"step, ms +([\d,]+) +([\d,]+) +([\d,]+)\n", bought).groups()
+    assert float(level.replace(",", "")) > float(stock.replace(",", ""))
+    rates = re.search(r"tokens/s/GPU with it +([\d,]+) +([\d,]+) +([\d,]+)\n", bought).groups()
+    assert max(rates, key=lambda rate: float(rate.replace(",", ""))) == rates[2]
     assert "TP 2, PP 1 (as given)" in planned and "the fastest" in planned
     assert re.search(r"Slower layouts that fit and are not shown: \d+ [(]--all", planned)
     assert "Rehearsal: " in rehearsed and "FAILED" not in rehearsed and "Nothing that could be seen here" in rehearsed
