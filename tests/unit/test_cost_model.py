@@ -134,6 +134,11 @@ def test_held_out_runs_are_predicted():
     assert f"bound | {100 * s['ms']:.1f} % | {100 * s['ms at worst']:.1f} % (" in page
     assert f"or nearly | {100 * s["host's ms"]:.0f} % | {100 * s["host's ms at worst"]:.0f} %: hosts differ" in page
     assert f"| peak memory | {100 * s['GB']:.2f} % | {100 * s['GB at worst']:.1f} % (" in page
+    head = " ".join(page.split())
+    assert f"peak memory was off by {100 * s['GB']:.2f} % in the median" in head
+    words = f"The step was off by {100 * s['ms']:.1f} % if the GPU limits it, and by "
+    assert f"{words}{100 * s["host's ms"]:.0f} %" in head
+    assert head.count(f"The {s['runs']} runs") == 1 and f"errors on the other {s['runs']}," in head
     assert s["runs"] >= 8
     assert s["ms"] < 0.03 and s["GB"] < 0.01 and s["host's ms at worst"] < 0.35
     out = [run for run in validation.runs() if run.held_out]
