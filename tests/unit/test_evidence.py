@@ -59,6 +59,18 @@ def test_readme_and_levels_agree():
     assert "within half a per cent" in levels
 
 
+def test_readme_says_what_sent_gradients_cost():
+    section = "FP8 gradients sent over two ranks"
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    levels = re.sub(r"\s+", " ", (ROOT / "docs/levels.md").read_text())
+    (seeds, gap, interval, *_), *_ = rows("O1", "BF16 and by halves", section)  # the first table: training loss
+    assert f"by {gap} (95 % interval {interval})" in readme and f"and {seeds} seeds" in readme
+    assert f"O1 is at {gap}, interval {interval}," in levels and f"50,304 rows, {seeds} seeds" in levels
+    (_, gap, interval, seen, *_), *_ = rows("O3", "BF16 and by halves", section)
+    assert f"O3's by {gap} ({interval})" in readme
+    assert f"O3 at {gap}, interval {interval}." in levels and f"would have seen {seen} for O3" in levels
+
+
 def test_l0s_verdicts_need_seeds(tmp_path):
     """As many runs as the store has; no verdict of fewer than four seeds."""
     section = "FP8 gradients sent over two ranks"

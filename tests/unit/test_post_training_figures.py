@@ -81,6 +81,11 @@ def test_smollm2s_sentences_are_the_rows():
     assert f"That master took {taken[0]:.0f} % of the updates" in TEXT and f"take {taken[1]:.1f} % of the upd" in TEXT
     accuracy = {arm: mean(rows, arm, "dpo", "accuracy") for arm in ARMS.values()}
     assert sorted(accuracy, key=accuracy.get)[-2:] == ["O3", "O0"]  # "every level has fewer", "O3 is the nearest"
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert f"O3 by {more['O3']:.2f} %, O1 and O2 by {more['O1']:.2f} %" in readme
+    percent = {arm: f"{100 * share:.0f} %" for arm, share in accuracy.items()}
+    words = f"O3 has {percent['O3']} of the held-out pairs right, O1 and O2 {percent['O1']}, stock BF16 {percent['O0']}"
+    assert words in readme and percent["O1"] == percent["O2"]
     assert f"O1 and O2 show {100 * mean(rows, 'O2', 'dpo', 'shown'):.0f} %" in TEXT
     assert f"and shows {100 * mean(rows, 'O3', 'dpo', 'shown'):.0f} %" in TEXT
     times = [mean(rows, "O3", "dpo", column) / mean(rows, "O0", "dpo", column) for column in ("margin", "log_ratio")]
