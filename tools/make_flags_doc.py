@@ -21,9 +21,12 @@ INTRODUCTION = """\
 
 *Written by `python tools/make_flags_doc.py` from the tables in flags/ and tests/architecture_cases.py: change those.*
 
-A run without `--fp8-level` is stock Megatron-LM. A level fills every cell of the table below; the flag named after a
-cell changes only that cell. A value that this version does not have is refused, never replaced. `--fp8-emulate` without
-a level gives a BF16 run whose GEMM operands are rounded.
+Search this page for a flag: [levels](#levels), [our flags](#our-flags), and [what a level does with Megatron's own
+flags](#stock-flags-under-a-level): honours, changes or refuses them.
+
+`--fp8-level` sets all rows (*cells*) of the first table at once; O0, the default, is stock Megatron-LM. Each cell also
+has a flag of its own, which changes that cell alone. A value that this version does not have is refused, never
+replaced.
 """
 STOCK = {
     HONOURED: "Honoured: with the meaning they have in stock",
