@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 # {module: (requirement for pip, purpose)}
 PACKAGES = {
-    "cutlass_library": ("nvidia-cutlass==4.2.*", "the headers for megatron-fp8 build"),
+    "cutlass_library": ("nvidia-cutlass==4.2.*", "megatron-fp8 build"),
     "matplotlib": ("matplotlib", "--figure and the lab's reports"),
     "rich": ("rich", "tables in colour on a terminal"),
     "safetensors": ("safetensors", "megatron-fp8 convert"),
