@@ -43,7 +43,11 @@ def test_one_kernel_is_a_call_a_document(shape, window):
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 def test_transformer_engines_attention_is_the_same(shape):
-    """Stock's --sft has it: a result and gradients that differ no more than two kernels in BF16."""
+    """Stock's --sft has it: a result and gradients that differ no more than two kernels in BF16.
+
+    Transformer Engine looks for a cuDNN of the system first. If there is another one than torch's, parts of the two do
+    not fit: let CUDNN_HOME, and LD_LIBRARY_PATH's first folder, be the folder of torch's (nvidia/cudnn/lib).
+    """
     te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
     heads, groups, hn, _ = shape
     core = te.DotProductAttention(
