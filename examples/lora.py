@@ -51,10 +51,11 @@ class Lora(torch.nn.Module):
             first = first.chunk(ranks, 1)[mpu.get_tensor_model_parallel_rank()]
         gated = base.config.gated_linear_unit and name.endswith("linear_fc1")
         kind = {"device": base.weight.device, "dtype": torch.bfloat16}
-        self.a = torch.nn.Parameter((first * whole**-0.5).to(**kind))
+        self.lora_a = torch.nn.Parameter((first * whole**-0.5).to(**kind))
         # Over tensor parallelism a rank has a part of each half of a gated linear's outputs.
-        self.b = torch.nn.Parameter(torch.zeros(2, n // 2, rank, **kind) if gated else torch.zeros(n, rank, **kind))
-        (self.b if self.column else self.a).tensor_model_parallel = True
+        shape = (2, n // 2, rank) if gated else (n, rank)
+        self.lora_b = torch.nn.Parameter(torch.zeros(shape, **kind))
+        (self.lora_b if self.column else self.lora_a).tensor_model_parallel = True
         self.on = True
 
     def enable_adapter_layers(self) -> None:
@@ -72,12 +73,13 @@ class Lora(torch.nn.Module):
 
         found = self.base.sharded_state_dict(f"{prefix}base.", sharded_offsets, metadata)
         replace_prefix_for_sharding(found, f"{prefix}base.", prefix)
-        if self.b.dim() == 3:  # stock's MLP does it to the linear that it finds under its own name
+        if self.lora_b.dim() == 3:  # stock's MLP does it to the linear that it finds under its own name
             whole = (metadata or {}).get("singleton_local_shards", False)
             weight = f"{prefix}base.weight"
             found[weight] = apply_swiglu_sharded_factory(found[weight], sharded_offsets, whole)
-        cut = {"b": self.b.dim() - 2} if self.column else {"a": 1}
-        return found | make_sharded_tensors_for_checkpoint({"a": self.a, "b": self.b}, prefix, cut, sharded_offsets)
+        cut = {"lora_b": self.lora_b.dim() - 2} if self.column else {"lora_a": 1}
+        tensors = {"lora_a": self.lora_a, "lora_b": self.lora_b}
+        return found | make_sharded_tensors_for_checkpoint(tensors, prefix, cut, sharded_offsets)
 
     def forward(self, x, *args):
         from megatron.core.tensor_parallel import (
@@ -90,10 +92,10 @@ class Lora(torch.nn.Module):
             return y, bias
         reduce = copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region
         if getattr(self.base, "layer_norm_weight", None) is None:
-            low = F.linear(x, self.a)
+            low = F.linear(x, self.lora_a)
         else:  # made again in the backward pass, so that x is kept alone
             low = checkpoint(self._of_norm, x, use_reentrant=False, preserve_rng_state=False)
-        return y + F.linear(reduce(low), self.b.flatten(0, -2)), bias
+        return y + F.linear(reduce(low), self.lora_b.flatten(0, -2)), bias
 
     def _of_norm(self, x: torch.Tensor) -> torch.Tensor:
         """A norm(x). At a level the norm is in the linear's module, and W reads its result: so must A."""
@@ -103,7 +105,7 @@ class Lora(torch.nn.Module):
             normed = F.rms_norm(x, gain.shape, gain, config.layernorm_epsilon)
         else:
             normed = F.layer_norm(x, gain.shape, gain, base.layer_norm_bias, config.layernorm_epsilon)
-        return F.linear(normed, self.a)
+        return F.linear(normed, self.lora_a)
 
 
 def add_adapters(model: torch.nn.Module, rank: int) -> None:

@@ -1,11 +1,13 @@
 """Adds adapters (LoRA) to the weights that they stand beside: W + B A, for `convert to-hf --merge-adapters`.
 
     decoder.layers.mlp.linear_fc2.weight    W    (layers, n, k)
-    decoder.layers.mlp.linear_fc2.a         A    (layers, r, k)
-    decoder.layers.mlp.linear_fc2.b         B    (layers, n, r), or (layers, 2, n / 2, r) beside a gated linear_fc1
+    decoder.layers.mlp.linear_fc2.lora_a    A    (layers, r, k)
+    decoder.layers.mlp.linear_fc2.lora_b    B    (layers, n, r), or (layers, 2, n / 2, r) beside a gated linear_fc1
 
 These are the names and shapes of examples/lora.py, at every tensor-parallel size: a checkpoint's tensors are whole. It
-has alpha = rank, so B A has no factor. The sum is made in FP32, and rounded once as it is written.
+has alpha = rank, so B A has no factor. The sum is made in FP32, and rounded once as it is written. Earlier that script
+named them `a` and `b`, and at a level A read the norm's input beside linear_qkv and linear_fc1, W its result: B A is no
+part of W there.
 
 Rounding may lose an adapter. If W lies on the grid that the sum is rounded to, as an O3 base's does on E4M3's, a change
 of less than half a step is gone. So the share of the change that was written is measured, over all linears:
@@ -22,7 +24,8 @@ from ..errors import UserError
 from .hf.families import LINEARS, Parameter
 
 FLAG = "--merge-adapters"
-KINDS = "a", "b"
+KINDS = "lora_a", "lora_b"
+EARLIER = "a", "b"
 
 
 class Adapters:
@@ -40,6 +43,9 @@ class Adapters:
 
     def check(self, folder: Any, stored: Mapping[str, Any], parameters: Iterable[Parameter], layers: int) -> None:
         """Raise UserError unless there are adapters, and all have the shapes above."""
+        if earlier := sorted({module + kind for module in LINEARS for kind in EARLIER} & stored.keys()):
+            reads = "at a level its A reads the norm's input beside linear_qkv and linear_fc1, and W the norm's result"
+            raise UserError(f"{FLAG}: {folder}: {earlier[0]} is of an older examples/lora.py; {reads}: train it again")
         if not self.names:
             raise UserError(f"{FLAG}: {folder} has no adapters named as those of examples/lora.py; remove the flag")
         for parameter in (p for p in parameters if p.is_linear_weight):

@@ -33,7 +33,7 @@ from megatron_fp8 import gemm
 from megatron_fp8.engine.owned_weight import owned_weights, owners
 
 BASE, RANK = os.environ.get("BASE", "all"), 4
-OURS = ".base.weight", ".a", ".b"  # the linears' weights and the adapters
+OURS = ".base.weight", ".lora_a", ".lora_b"  # the linears' weights and the adapters
 built: list[GPTModel] = []
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_fp8 import cli
-from megatron_fp8.checkpoint import convert
+from megatron_fp8.checkpoint import adapters, convert
 from megatron_fp8.checkpoint.hf.config import args_of, config_of, flags_of, model_args
 from megatron_fp8.checkpoint.hf.families import FAMILIES, parameters, to_e4m3
 
@@ -359,9 +359,9 @@ def test_e4m3_folder_there_and_back(family, tmp_path):
         assert torch.equal(again[name].double() * again[f"{name}_scale"].double(), value)
 
 
-def with_adapters(tmp_path, monkeypatch, args, size: float, leave_out=()) -> dict[str, torch.Tensor]:
+def with_adapters(tmp_path, monkeypatch, args, size, leave_out=(), kinds=adapters.KINDS) -> dict[str, torch.Tensor]:
     """Write the checkpoint tmp_path/lora: a random model of E4M3 values, as O3's are, with adapters whose B has entries
-    of `size`. Returns {linear's weight: (layers, n, k) its change, float64}."""
+    of `size`; kinds: their names. Returns {linear's weight: (layers, n, k) its change, float64}."""
     write_folder(tmp_path / "hf", args)
     write, changes = convert._write_megatron, {}
 
@@ -373,7 +373,7 @@ def with_adapters(tmp_path, monkeypatch, args, size: float, leave_out=()) -> dic
             a = torch.randn(layers, 3, k).bfloat16()
             b = (size * torch.randn(layers, *((2, n // 2) if halves else (n,)), 3)).bfloat16()
             changes[p.name] = b.double().reshape(layers, n, 3) @ a.double()
-            state |= {f"{module}a": a, f"{module}b": b}
+            state |= {module + kind: part for kind, part in zip(kinds, (a, b), strict=True)}
         for name in leave_out:
             del state[name]
         write(out, state, args)
@@ -431,11 +431,15 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"^--merge-adapters: .*plain.* has no adapters named .*; remove the flag$"):
         convert.to_hf(str(tmp_path / "plain"), str(tmp_path / "out"), merge_adapters=True)
     (tmp_path / "half").mkdir()
-    with_adapters(tmp_path / "half", monkeypatch, args, 0.1, [f"{name}a"])
+    with_adapters(tmp_path / "half", monkeypatch, args, 0.1, [f"{name}lora_a"])
     with pytest.raises(ValueError, match=rf"adapters of shapes None and \(.*\) do not fit {name}weight$"):
         convert.to_hf(str(tmp_path / "half/lora"), str(tmp_path / "out"), merge_adapters=True)
-    with pytest.raises(ValueError, match=r"linear_fc1\.a is an adapter's: add --merge-adapters"):
+    with pytest.raises(ValueError, match=r"linear_fc1\.lora_a is an adapter's: add --merge-adapters"):
         convert.to_hf(str(tmp_path / "half/lora"), str(tmp_path / "out"))
+    (tmp_path / "old").mkdir()
+    with_adapters(tmp_path / "old", monkeypatch, args, 0.1, kinds=adapters.EARLIER)
+    with pytest.raises(ValueError, match=r"linear_fc1\.a is of an older examples/lora\.py; .*: train it again$"):
+        convert.to_hf(str(tmp_path / "old/lora"), str(tmp_path / "out"), merge_adapters=True)
     assert not (tmp_path / "out").exists()
 
 
