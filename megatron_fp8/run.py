@@ -129,7 +129,12 @@ class Run:
     def enabled(self, rows: Iterable[Hook]) -> None:
         """flags_read, for a trainer: its model and optimizer are still to be built."""
         assert self.fp8 is not None
+        from torch.nn.modules.module import register_module_module_registration_hook
+
+        from .layers.linear import ask_for_its_norm
+
         self.hooked.put(rows, self)
+        self.hooked.append(register_module_module_registration_hook(ask_for_its_norm).remove)
         self._gemms_chosen(self.fp8)
 
     def _gemms_chosen(self, fp8: Fp8Config) -> None:

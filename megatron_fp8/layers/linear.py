@@ -183,7 +183,12 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
     `layer_norm_weight`, `layer_norm_bias`, `weight`, `bias`.  Checkpoints of the TE spec therefore match.
 
     The norm's output goes to the linear in FP8 if the linear takes it so: nothing keeps it in BF16.
+
+    return_layernorm_output: as Transformer Engine's: the result is ((y, the norm's output), bias). An adapter reads it
+    beside W, so it is made once, in BF16.
     """
+
+    return_layernorm_output = False
 
     def __init__(self, input_size, output_size, *, config, fp8_config: Fp8Config, **kwargs):
         super().__init__(input_size, output_size, config=config, fp8_config=fp8_config, **kwargs)
@@ -211,6 +216,10 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
         return NormCast.apply(Parcel(call), x, self.layer_norm_weight, self.layer_norm_bias, self._norm)
 
     def forward(self, input_, *args, **kwargs):
+        if self.return_layernorm_output:
+            normed = self._norm(input_, self.layer_norm_weight, self.layer_norm_bias)
+            y, bias = super().forward(normed, *args, **kwargs)
+            return (y, normed), bias
         if arriving(input_) is None:
             call = self.plan()
             if call.takes_x:
@@ -218,3 +227,10 @@ class Fp8NormColumnParallelLinear(Fp8ColumnParallelLinear):
             else:
                 input_ = self._norm(input_, self.layer_norm_weight, self.layer_norm_bias)
         return super().forward(input_, *args, **kwargs)
+
+
+def ask_for_its_norm(wrapper: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Torch's hook of a module that becomes a part of another: if a wrapper of Megatron Bridge's adapters takes one
+    that holds its norm, it returns the norm's output too. Bridge asks only Transformer Engine's class for that."""
+    if isinstance(module, Fp8NormColumnParallelLinear) and hasattr(wrapper, "base_linear_forward"):
+        module.return_layernorm_output = True

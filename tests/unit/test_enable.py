@@ -66,6 +66,14 @@ def test_a_step_that_no_one_begins(trained):
         trained(1, "O3 unbegun", BY_HAND)
 
 
+@pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=pytest.mark.slow)])
+def test_an_adapter_gets_the_norms_output(trained, level, tmp_path):
+    """Ten steps of two micro-batches, in which two linears of two layers hold their norm."""
+    losses, *_ = trained(1, level, str(ROOT / "tests/scripts/core_loop_of_adapters.py"))
+    assert losses[-1] < losses[0] - 0.02
+    assert "adapters that read a norm's output: 80 of 80" in (tmp_path / "log").read_text()
+
+
 EXPERTS = str(ROOT / "tests/scripts/core_loop_of_experts.py")
 
 
