@@ -11,11 +11,9 @@ torch's allocator holds after it, and the most that it held since the step befor
 
     HELDOUT {...}   of the samples evaluated since the last training step: {name: [sum, number]} of the logged values.
                     Megatron itself takes the mean of micro-batches' means.
-    SHARE {...}     the part of Adam's update that the masters take, of every eighth step so far: the sum of d u over
-                    the sum of u u, where d is a master's change, and u the one that Adam in FP32 makes of the same
-                    states and gradients. A level's linears alone; an FP32 master takes 1. "shown": how much of the
-                    masters' way since the start the weights show that GEMMs read: the sum of w m over that of m m,
-                    where w and m are the changes of weight and master.
+    SHARE {...}     after every eighth step: the part of Adam's update that the masters take, over all these steps: the
+                    sum of d u over that of u u. d is a master's change, u the one that Adam in FP32 makes of the same
+                    states and gradients. A level's linears alone; an FP32 master takes 1. "shown": see way_shown.
 """
 
 import functools
@@ -86,8 +84,36 @@ def sum_held_out() -> None:
     training.get_forward_backward_func = get_forward_backward_func
 
 
+def masters_and_weights(engine) -> list:
+    """(2, n) FP32 of each weight's part in this rank's shard of its bucket: masters, and weights as GEMMs read them."""
+    import torch
+
+    engine.prepare_model_params_for_param_sync()
+    found = []
+    for bucket in (bucket for owned in engine.sets for bucket in owned.buckets):
+        masters = bucket.masters()
+        for i, lo, hi in bucket.pieces():
+            weight, start, _ = bucket.spans[i]
+            read = weight.quantized().dequantize() if weight.fp8 else weight.dense()
+            first = bucket.shard.start + lo - start
+            found.append(torch.stack([masters[lo:hi], read.flatten()[first : first + hi - lo].float()]))
+    return found
+
+
+def way_shown(engine, began: list) -> tuple[float, float]:
+    """(sum of w m, sum of m m): w and m are the changes of weight and master since `masters_and_weights` gave `began`.
+    The first over the second is how much of the masters' way the weights show that GEMMs read."""
+    shown = way = 0.0
+    for now, before in zip(masters_and_weights(engine), began, strict=True):
+        master, weight = now.double() - before.double()
+        shown += (weight * master).sum().item()
+        way += master.square().sum().item()
+    return shown, way
+
+
 def watch_updates() -> None:
-    """Let the engine's Adam print the share of its updates that the masters take."""
+    """Let the engine's Adam print the share of its updates that the masters take, and how much of it weights show."""
+    import megatron.training.training as training
     import torch
 
     from megatron_fp8.engine import bucket
@@ -96,26 +122,16 @@ def watch_updates() -> None:
     from megatron_fp8.ops.adam import adam_step as in_fp32
     from megatron_fp8.ops.adam_states import read_master
 
-    stock, sums, steps = bucket.adam_step, [0.0] * 4, [0]
-    began: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by a bucket's memory: its masters and weights
-
-    def both(master, weight) -> tuple[torch.Tensor, torch.Tensor]:
-        shown = weight.dequantize() if isinstance(weight, ScaledTensor) else weight.float()
-        return read_master(master, weight).clone(), shown  # an FP32 master is read as it lies, and Adam writes there
+    stock, stock_step, sums = bucket.adam_step, training.train_step, [0.0, 0.0]
+    watched: set[int] = set()
+    began: list[torch.Tensor] = []
 
     @torch.no_grad()
     def adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale=None, amax=None):
-        place = (weight.payload if isinstance(weight, ScaledTensor) else weight).data_ptr()
-        if place not in began:
-            began[place] = both(master, weight)
         if hyper.step % EVERY:
             stock(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
             return
-        if steps[0] != hyper.step and steps[0]:
-            said = {"step": steps[0], "share": sums[0] / sums[1], "shown": sums[2] / sums[3]}
-            print("SHARE", json.dumps(said), flush=True)
-            sums[2:] = 0.0, 0.0
-        steps[0] = hyper.step
+        watched.add(hyper.step)
         before = read_master(master, weight).clone()
         exact, unused = before.clone(), before.bfloat16()
         averages = read_average(m, is_square=False).clone(), read_average(v, is_square=True).clone()
@@ -123,15 +139,23 @@ def watch_updates() -> None:
         stock(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
         if scale is not None:  # the one that the weight is written with now
             weight = ScaledTensor(weight.payload, scale.reciprocal())
-        now, read = both(master, weight)
-        whole, taken = exact - before, now - before
+        whole, taken = exact - before, read_master(master, weight) - before
         sums[0] += (taken.double() * whole).sum().item()
         sums[1] += whole.double().square().sum().item()
-        way = (now - began[place][0]).double()
-        sums[2] += ((read - began[place][1]).double() * way).sum().item()
-        sums[3] += way.square().sum().item()
 
-    bucket.adam_step = adam_step
+    @functools.wraps(stock_step)
+    def train_step(forward_step, data, model, optimizer, *args, **kwargs):
+        engine = getattr(optimizer, "engine", None)
+        if engine is not None and not began:
+            began.extend(masters_and_weights(engine))
+        result = stock_step(forward_step, data, model, optimizer, *args, **kwargs)
+        for step in watched:
+            shown, way = way_shown(engine, began)
+            print("SHARE", json.dumps({"step": step, "share": sums[0] / sums[1], "shown": shown / way}), flush=True)
+        watched.clear()
+        return result
+
+    bucket.adam_step, training.train_step = adam_step, train_step
 
 
 if __name__ == "__main__":

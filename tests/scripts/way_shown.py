@@ -1,5 +1,5 @@
-"""Train, and print how much of the masters' way the E4M3 weights show: the sum of w m over that of m m, where w and m
-are the changes of weight and master since the run began. Then how many masters began on their weight.
+"""Train, and print how much of the masters' way the weights show that GEMMs read (tuned_gpt.way_shown). Then how many
+masters began on their weight.
 
 BF16_ONLY=1: draw within half an ulp of BF16 only, whatever the values came from.
 """
@@ -12,24 +12,14 @@ import sys
 import torch
 from launch import ROOT
 
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from megatron_fp8.plugin import install
 
 install()
 import megatron.training.training as training
+from tuned_gpt import masters_and_weights, way_shown
 
 from megatron_fp8.numerics import dither
-
-
-def masters_and_weights(engine) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each weight's part in this rank's shard of its bucket, in float64."""
-    engine.prepare_model_params_for_param_sync()
-    found = []
-    for bucket in (bucket for owned in engine.sets for bucket in owned.buckets):
-        masters = bucket.masters().double()
-        for i, lo, hi in bucket.pieces():
-            found.append((masters[lo:hi], bucket._stored(i, lo, hi).dequantize().double()))
-    return found
 
 
 def train_step(stock):
@@ -38,15 +28,9 @@ def train_step(stock):
         if not began:
             began.extend(masters_and_weights(optimizer.engine))
         result = stock(forward, data, model, optimizer, *args, **kwargs)
-        sums = torch.zeros(4, dtype=torch.float64)
-        for (master, weight), (master_before, weight_before) in zip(
-            masters_and_weights(optimizer.engine), began, strict=True
-        ):
-            way = master - master_before
-            sums[0] += ((weight - weight_before) * way).sum()
-            sums[1] += way.square().sum()
-            sums[2] += (master_before == weight_before).sum()
-            sums[3] += len(way)
+        undrawn = sum((master == weight).sum().item() for master, weight in began)
+        count = sum(masters.numel() for masters, _ in began)
+        sums = torch.tensor([*way_shown(optimizer.engine, began), undrawn, count], dtype=torch.float64)
         torch.distributed.all_reduce(sums)
         if torch.distributed.get_rank() == 0:
             print(f"shown: {sums[0] / sums[1]:.4f}; undrawn: {sums[2] / sums[3]:.4f}", flush=True)
@@ -57,6 +41,6 @@ def train_step(stock):
 
 if os.environ.get("BF16_ONLY"):
     dither._is_e4m3 = lambda values, scale: torch.zeros_like(values, dtype=torch.bool)
-began: list[tuple[torch.Tensor, torch.Tensor]] = []
+began: list[torch.Tensor] = []
 training.train_step = train_step(training.train_step)
 runpy.run_path(str(ROOT / "pretrain_gpt_fp8.py"), run_name="__main__")
