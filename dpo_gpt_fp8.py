@@ -27,7 +27,6 @@ import functools
 import math
 from collections import deque
 
-import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
 import numpy as np
 import torch
@@ -126,9 +125,9 @@ class ModelOfItsOwn(Reference):
                             "--pretrained-checkpoint, or their scores by --dpo-reference-scores")  # fmt: skip
         kept = {name: getattr(args, name) for name in ("load", "finetune", "no_load_optim", "no_load_rng", "iteration",
                 "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")}  # fmt: skip
-        args.load, args.finetune, args.no_load_optim, args.no_load_rng = args.pretrained_checkpoint, True, True, True
+        args.load, args.finetune, args.no_load_optim, args.no_load_rng = None, True, True, True
         try:
-            checkpointing.load_checkpoint(self._chunks, None, None)
+            training.load_checkpoint(self._chunks, None, None)
         finally:
             for name, value in kept.items():
                 setattr(args, name, value)
@@ -294,7 +293,7 @@ def check(args) -> None:
         ("--dpo-label-smoothing", args.dpo_label_smoothing, 0.5, "a number of 0 to 0.5"),
         ("--dpo-sft-weight", args.dpo_sft_weight, math.inf, "a number of 0 or more"),
     ):
-        if not 0 <= value <= most:
+        if not (0 <= value <= most and math.isfinite(value)):
             raise UserError(f"{flag} {value}: use {wanted}")
     if getattr(args, "fp8_on_spike", None) == "bf16-fallback":
         raise UserError("--fp8-on-spike bf16-fallback: the reference stays in FP8; use skip or log")
@@ -306,6 +305,8 @@ def check(args) -> None:
         if args.skip_train:
             raise UserError(f"{SCORE} with --skip-train: it scores the weights as training begins; remove the latter")
         check_new(args.dpo_score_reference)
+    if not data_files(args):
+        raise UserError("--data-path is missing: give a file of preference pairs; there are no mock ones")
 
 
 def main() -> None:

@@ -44,10 +44,10 @@ from megatron.core.utils import (
 from megatron.training import get_args, get_timers, pretrain, print_rank_0, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
-from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_fp8.tuning import no_answer
+from megatron_fp8.tuning.conversations import ConversationDataset
 
 BATCH_KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
 PACK_KEYS = ("cu_seqlens", "max_seqlen")  # with --sft: the ends of a sample's documents, and the longest one's length
@@ -187,7 +187,7 @@ def forward_step(data_iterator, model, return_schedule_plan: bool = False):
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def datasets_provider(num_samples: list[int], vp_stage: int | None = None, packed: type = SFTDataset):
+def datasets_provider(num_samples: list[int], vp_stage: int | None = None, packed: type = ConversationDataset):
     """Training, validation and test datasets with at least these numbers of samples. packed: their class with --sft."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)

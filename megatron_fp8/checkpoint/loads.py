@@ -24,7 +24,7 @@ from megatron.training.global_vars import get_args
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from ..errors import UserError, is_bug
-from ..flags import rope
+from ..flags import dpo, rope
 from ..flags.config import Fp8Config
 from ..ranks import all_reduce_largest
 from .earlier import MissingShared
@@ -207,6 +207,8 @@ def compare_what_is_there(stock: Callable) -> Callable:
 
     def check_checkpoint_args(checkpoint_args, skip_args=None):
         rope.check_loaded(checkpoint_args, get_args())
+        for line in dpo.changed(checkpoint_args, get_args()):
+            _say(f"{get_args().load}: {line}")
         return stock(checkpoint_args, (skip_args or set()) | (vars(get_args()).keys() - vars(checkpoint_args).keys()))
 
     return check_checkpoint_args

@@ -1,6 +1,7 @@
 """The flags of dpo_gpt_fp8.py, beside Megatron's and a level's."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 
 SCRIPT = "dpo_gpt_fp8.py"
 SCORE, READ = "--dpo-score-reference", "--dpo-reference-scores"
@@ -14,3 +15,12 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument(SCORE, metavar="FILE", help="Do not train: score the data as the reference, and write FILE.")
     group.add_argument(READ, metavar="FILE", help="Read the reference's log-probabilities; no reference is built.")
     return parser
+
+
+def changed(saved: Namespace, args: Namespace) -> Iterator[str]:
+    """A line for each part of the loss that a resumed run changes."""
+    for flag in ("--dpo-beta", "--dpo-label-smoothing", "--dpo-sft-weight"):
+        name = flag[2:].replace("-", "_")
+        theirs, ours = getattr(saved, name, None), getattr(args, name, None)
+        if None not in (theirs, ours) and theirs != ours:
+            yield f"the run that goes on had {flag} {theirs}, and now has {ours}"

@@ -27,6 +27,8 @@ from .stock_errors import remember_flags, stock_mistake, through_callback
 _LONG = 60  # characters
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 _AROUND_IT = re.compile(r"( when instantiating \w+)+$")  # Megatron's build_module adds this, once for each module
+# torch adds this in a worker that reads data: a traceback, which ends with the error's own line
+_IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker.*\nmegatron_fp8\.errors\.\w+: ", re.DOTALL)
 _SHOWN = 12  # most unknown words to show: a whole command may be unknown
 
 
@@ -50,7 +52,7 @@ def one_line_errors(of_ranks: bool = True) -> Iterator[None]:
         yield
     except Exception as error:
         ours = isinstance(error, UserError)
-        message = _AROUND_IT.sub("", str(error)) if ours else stock_mistake(error)
+        message = _AROUND_IT.sub("", _IN_WORKER.sub("", str(error)).rstrip("\n")) if ours else stock_mistake(error)
         if message is None:
             raise
         line = f"megatron_fp8: {_one_line(message)}"

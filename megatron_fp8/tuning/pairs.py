@@ -19,6 +19,7 @@ import torch
 from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
 
 from ..errors import UserError
+from .conversations import are_messages, check_tokens, read_lines
 from .score_file import key_of
 
 
@@ -26,13 +27,13 @@ def pairs_of(line: Any, index: int, path: str) -> list[dict]:
     """The pairs in a line. Raises UserError for a line of another form."""
     try:
         pairs = line.get("pairs") or [line]
-        if all(pair["chosen"] and pair["rejected"] for pair in pairs):
+        if all(are_messages(pair[name]) for pair in pairs for name in ("chosen", "rejected")):
             return pairs
     except (KeyError, TypeError, AttributeError):
         pass
     raise UserError(
         f'--data-path {path}: sample {index} is neither {{"chosen": [messages], "rejected": [messages]}} '
-        'nor {"pairs": [...]} of these; correct that line'
+        'nor {"pairs": [...]} of these, a message being {"role": "...", "content": "..."}; correct that line'
     )
 
 
@@ -41,13 +42,7 @@ class PreferenceDataset(SFTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config) -> Any:
-        try:
-            return SFTDataset.build_low_level_dataset(dataset_path, config).dataset
-        except ImportError:
-            raise
-        except Exception as error:  # the package `datasets` raises errors of its own, of Arrow, and of the system
-            reason = str(error.__cause__ or error).partition("\n")[0]
-            raise UserError(f"--data-path {dataset_path}: cannot be read as lines of JSON: {reason}") from error
+        return read_lines(dataset_path, config)
 
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         return self.sample(int(self.indices[idx % len(self.indices)]))
@@ -83,6 +78,7 @@ class PreferenceDataset(SFTDataset):
         # Padded to one length, as in Megatron, so that samples with different numbers of documents can be stacked.
         padded = np.full(length + 1, length, dtype=np.int32)
         padded[: len(ends)] = ends
+        check_tokens(torch.from_numpy(tokens), self.dataset_path, index)
         return {
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),

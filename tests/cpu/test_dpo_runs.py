@@ -391,6 +391,8 @@ def test_all_numbers_are_in_the_metrics(pairs, tmp_path):
     [
         ("--dpo-label-smoothing 0.7", "--dpo-label-smoothing 0.7: use a number of 0 to 0.5"),
         ("--dpo-beta -1", "--dpo-beta -1.0: use a number of 0 or more"),
+        ("--dpo-beta inf", "--dpo-beta inf: use a number of 0 or more"),
+        ("--dpo-beta 0.5", "--data-path is missing: give a file of preference pairs"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
         ("--fp8-on-spike bf16-fallback", "the reference stays in FP8"),
     ],
@@ -403,3 +405,48 @@ def test_what_it_cannot_do_is_one_line(flags, words):
     assert "Traceback" not in str(failed.value)
     (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
     assert words in line
+
+
+def said_of(call, *args, **kwargs) -> str:
+    """The line of a run that a user's mistake ends."""
+    with pytest.raises(RunFailed) as failed:
+        call(*args, **kwargs)
+    (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
+    return line
+
+
+TURN = {"role": "assistant", "content": "z"}
+NO_MESSAGES = {"chosen": "good", "rejected": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "flags", "words"),
+    [
+        ([NO_MESSAGES], "--num-workers 1", 'sample 0 is neither {"chosen": [messages], "rejected": [messages]} nor'),
+        pytest.param([{"chosen": [{"content": "z"}], "rejected": [TURN]}], "", 'message being {"role": ', marks=slow),
+        pytest.param([], "", "the file is empty; give one with a sample in each line", marks=slow),
+        pytest.param(
+            [{"chosen": [TURN], "rejected": [TURN]}], "--vocab-size 80 --make-vocab-size-divisible-by 1",
+            "sample 0 has token 254, and the model has 80: raise --vocab-size", marks=slow,
+        ),
+    ],
+)  # fmt: skip
+def test_data_of_another_form_are_one_line(lines, flags, words, tmp_path):
+    """Also in a process that reads data, from which torch brings a traceback."""
+    (tmp_path / "pairs").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    line = said_of(train, str(tmp_path / "pairs"), "O3", *flags.split())
+    assert f"--data-path {tmp_path}/pairs: " in line and words in line and "Traceback" not in line
+
+
+@slow
+def test_what_a_resumed_run_changes_is_said(pairs, tmp_path):
+    """Another beta; and a reference of another shape is refused."""
+    keep = ["--save", str(tmp_path / "a"), "--save-interval", "3", "--load", str(tmp_path / "a")]
+    other = ["--save", str(tmp_path / "b"), "--save-interval", "6", "--ffn-hidden-size", "192"]
+    train(pairs, "O3", *keep, "--exit-interval", "3")
+    train(pairs, "O3", *other)
+    changed = [*keep, "--dpo-beta", "0.25", "--pretrained-checkpoint"]
+    line = said_of(train, pairs, "O3", *changed, str(tmp_path / "b"))
+    assert f"--pretrained-checkpoint {tmp_path}/b: the checkpoint does not fit this run" in line
+    run = train(pairs, "O3", *changed, str(tmp_path / "a"))
+    assert any("the run that goes on had --dpo-beta 0.5, and now has 0.25" in line for line in run.lines)

@@ -176,3 +176,19 @@ def test_what_it_cannot_do_is_one_line(flags, words, conversations):
     assert failed.value.code == 2
     (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"chosen": [], "rejected": []}\n', 'sample 0 is not {"messages": [{"role": "...", "content": "..."}, ...]}'),
+        pytest.param("no JSON\n", "cannot be read as lines of JSON", marks=slow),
+        pytest.param("", "the file is empty", marks=slow),
+    ],
+)
+def test_data_of_another_form_are_one_line(text, words, tmp_path):
+    (tmp_path / "chat").write_text(text)
+    with pytest.raises(RunFailed) as failed:
+        train(str(tmp_path / "chat"), "O3", "--num-workers", "1")
+    (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
+    assert f"--data-path {tmp_path}/chat: " in line and words in line and "Traceback" not in line
