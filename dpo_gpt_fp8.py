@@ -44,6 +44,7 @@ from torch.utils.data import default_collate
 from megatron_fp8 import hooks, plugin
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.dpo import READ, SCORE, add_arguments
+from megatron_fp8.flags.stock import plain
 from megatron_fp8.flags.usage import one_line_errors, refuse_flags
 from megatron_fp8.tuning.pairs import PreferenceDataset
 from megatron_fp8.tuning.preferences import Options, loss_of, scores
@@ -299,6 +300,7 @@ def check(args) -> None:
         raise UserError("--fp8-on-spike bf16-fallback: the reference stays in FP8; use skip or log")
     if args.hidden_dropout or args.attention_dropout:
         raise UserError("--hidden-dropout, --attention-dropout: the reference has none; use 0 for both")
+    check_other_losses(args)
     if args.dpo_score_reference is not None:
         if args.dpo_reference_scores is not None:
             raise UserError(f"{SCORE} with {READ}: score first, then train with the file; remove one of the two")
@@ -307,6 +309,21 @@ def check(args) -> None:
         check_new(args.dpo_score_reference)
     if not data_files(args):
         raise UserError("--data-path is missing: give a file of preference pairs; there are no mock ones")
+
+
+def check_other_losses(args) -> None:
+    """Raise UserError for losses of Megatron's that would not mean beside DPO's what they mean elsewhere."""
+    if args.mtp_num_layers and args.mtp_loss_scaling_factor:
+        raise UserError(f"--mtp-num-layers {args.mtp_num_layers}: its loss would teach the rejected answers as well as "
+                        "the chosen ones; add --mtp-loss-scaling-factor 0")  # fmt: skip
+    # Megatron expects a step's gradients to be divided by its tokens. DPO divides by pairs, hundreds of times fewer.
+    losses = {"--moe-z-loss-coeff": args.moe_z_loss_coeff}
+    if args.moe_router_load_balancing_type not in ("none", ["none"]):
+        losses["--moe-aux-loss-coeff"] = args.moe_aux_loss_coeff
+    given = " ".join(f"{flag} {plain(value)}" for flag, value in losses.items() if np.any(value))
+    if args.num_experts and args.calculate_per_token_loss and given:
+        raise UserError(f"--calculate-per-token-loss with {given}: Megatron multiplies the routers' losses by tokens, "
+                        "and DPO divides by pairs; remove the former")  # fmt: skip
 
 
 def main() -> None:

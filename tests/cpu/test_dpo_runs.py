@@ -143,6 +143,25 @@ def test_without_beta_nothing_is_learnt(pairs):
     assert len(set(policy)) == 1
 
 
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01"
+UNBALANCED = f"{EXPERTS} --moe-router-load-balancing-type none"
+
+
+@slow
+@pytest.mark.parametrize(
+    ("flags", "norm"),
+    [
+        ("--mtp-num-layers 1 --mtp-loss-scaling-factor 0", 0.0),
+        (f"{UNBALANCED} --calculate-per-token-loss", 0.0),
+        (EXPERTS, 0.03),  # of the routers' loss alone
+    ],
+)
+def test_beside_what_is_not_refused_nothing_else_is_learnt(flags, norm, pairs):
+    """Without beta there is no gradient but that of the routers' loss, whose size is stock's for such a coefficient."""
+    run = train(pairs, "O1", "--dpo-beta", "0", "--weight-decay", "0", *flags.split())
+    assert run.grad_norms[0] == pytest.approx(norm, rel=0.5)
+
+
 @slow
 def test_a_pair_without_an_answer_changes_no_step(pairs, tmp_path):
     """Each fourth pair has a prompt in the place of an answer. Every step is that of the three others."""
@@ -395,6 +414,9 @@ def test_all_numbers_are_in_the_metrics(pairs, tmp_path):
         ("--dpo-beta 0.5", "--data-path is missing: give a file of preference pairs"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
         ("--fp8-on-spike bf16-fallback", "the reference stays in FP8"),
+        ("--mtp-num-layers 1", "--mtp-num-layers 1: its loss would teach the rejected answers"),
+        (f"{EXPERTS} --calculate-per-token-loss", "--calculate-per-token-loss with --moe-aux-loss-coeff 0.01: "),
+        (f"{UNBALANCED} --moe-z-loss-coeff 0.1 --calculate-per-token-loss", "with --moe-z-loss-coeff 0.1: "),
     ],
 )
 def test_what_it_cannot_do_is_one_line(flags, words):
