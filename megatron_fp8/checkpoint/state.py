@@ -28,11 +28,9 @@ from collections.abc import Callable
 
 import torch
 from megatron.core.dist_checkpointing import load_content_metadata
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.optimizer import (
-    get_param_id_to_sharded_param_map,
-    make_sharded_optimizer_tensor,
-)
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
 from ..engine.bucket import Bucket
 from ..engine.owned_weight import OwnedWeight
@@ -160,8 +158,11 @@ def contents_of(common: dict | None) -> dict:
 
 def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loading: bool) -> dict:
     """What to save, or to load into: {state name: {index of the weight: sharded FP32 tensor on the host}}."""
-    weights = [span[0] for bucket in buckets for span in bucket.spans]
-    sharded = get_param_id_to_sharded_param_map(model_sharded_state_dict, (w.in_model_state() for w in weights))
+    sharded = {
+        id(entry.data): entry
+        for entry in nested_values(model_sharded_state_dict)
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    }
     state: dict[str, dict[int, ShardedTensor]] = {name: {} for name in STATES}
     index = 0
     for bucket in buckets:
@@ -171,11 +172,10 @@ def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loa
             for name, held in STATES.items()
         }
         for weight, start, end in bucket.spans:
+            (like,) = (sharded[id(copy)] for copy in weight.in_model_state() if id(copy) in sharded)
             for name in STATES:
                 tensor = host[name][start:end].view(weight.param.shape)
-                state[name][index] = make_sharded_optimizer_tensor(
-                    sharded[index], tensor, prefix=f"optimizer.state.{name}"
-                )
+                state[name][index] = make_sharded_optimizer_tensor(like, tensor, prefix=f"optimizer.state.{name}")
             index += 1
     return state
 

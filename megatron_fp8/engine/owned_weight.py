@@ -153,7 +153,7 @@ class OwnedWeight:
         self._quantized: ScaledTensor | None = None
         self._transposed: torch.Tensor | None = None
         self._version = -1  # of param, when it was quantised
-        self._in_model_state: Callable[[], torch.Tensor] = lambda: param
+        self._exported: list[weakref.ref[torch.Tensor]] = []
         self.begin_step(1)
 
     @property
@@ -411,12 +411,14 @@ class OwnedWeight:
         if self.stored is None:
             return self.param
         copy = self.stored.dequantize(torch.bfloat16).cpu()
-        self._in_model_state = weakref.ref(copy)
+        self._exported = [*(given for given in self._exported if given() is not None), weakref.ref(copy)]
         return copy
 
-    def in_model_state(self) -> torch.Tensor:
-        """The weight's tensor in the model's sharded state dict that was made last."""
-        return self._in_model_state()
+    def in_model_state(self) -> list[torch.Tensor]:
+        """The weight's tensors in model state dicts that are still there. A module may ask for its own state several
+        times, as Megatron's shared experts with a gate do, and keep the first."""
+        copies = (given() for given in self._exported)
+        return [self.param] if self.stored is None else [copy for copy in copies if copy is not None]
 
     def cached_tensors(self) -> list[torch.Tensor]:
         """The quantised copy, and its transpose if that is kept."""

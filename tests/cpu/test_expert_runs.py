@@ -53,6 +53,16 @@ def test_a_shared_expert_of_stocks_is_loaded_and_goes_back(tmp_path):
     assert exact(again)[0] == exact(whole)[2] and len(again.losses) == 2
 
 
+@pytest.mark.parametrize("level", ["O3", pytest.param("O2", marks=pytest.mark.slow)])
+def test_a_shared_expert_with_a_gate_is_saved_and_goes_on(level, tmp_path):
+    """Its module asks for its state twice, and keeps the first."""
+    flags = f"{SHARED} --moe-shared-expert-gate --fp8-level {level} --use-distributed-optimizer"
+    whole = train(f"{flags} --save {tmp_path} --save-interval 2")
+    few = f"{flags} --train-iters 4 --lr-decay-iters 10 --fp8-log-exact --load {tmp_path} --ckpt-step 2"
+    again = run_megatron(1, [*TINY_GPT, *few.split()])
+    assert exact(again) == exact(whole)[2:] and len(again.losses) == 2
+
+
 EARLIER = "tests/scripts/stocks_shared_experts.py"
 
 

@@ -33,8 +33,12 @@ def test_values_come_out(storage, group):
     assert found.dtype == torch.bfloat16 and torch.equal(found, ours.owned.dense())
     assert found.float().abs().max() < 0.2  # codes would be thousands of times as large
     kept = ours.state_dict(keep_vars=True)["weight"]  # as stock's sharded_state_dict calls it
-    assert torch.equal(kept, found) and ours.owned.in_model_state() is kept
-    assert storage == "fp8" or kept is ours.weight
+    again = ours.state_dict(keep_vars=True)["weight"]
+    assert torch.equal(kept, found) and torch.equal(again, found)
+    assert {id(kept), id(again)} == {*map(id, ours.owned.in_model_state())}
+    assert storage == "fp8" or kept is again is ours.weight
+    del again
+    assert [*map(id, ours.owned.in_model_state())] == [id(kept)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
