@@ -144,7 +144,8 @@ def plan(
         wgrad_fp8=config.wgrad,
         seen=keep and bool(weight.events.forward or weight.events.backward),
         recasts=keep and fp8 and config.wgrad and config.activations,
-        takes_x=fp8 and of_x != "bf16" and all_dy_in_fp8,
+        # Without a gradient as with one: a BF16 weight gradient reads a rounded x, and then all passes cast that one.
+        takes_x=fp8 and of_x != "bf16" and config.wgrad,
         takes_dy=fp8 and keep and all_dy_in_fp8 and not sum_y,
         columns=wgrad and config.wgrad and of_x is None,
     )

@@ -71,6 +71,7 @@ def bytes_of(run, rank: int = 0) -> tuple[set[str], list[str]]:
         pytest.param("O2", 1, "", marks=slow),
         pytest.param("O1", 1, "", marks=slow),
         pytest.param("O1", 1, "--fp8-gemm bf16", marks=slow),
+        pytest.param("O3", 1, "--no-fp8-wgrad", marks=slow),
         pytest.param("O3", 1, "--fp8-bf16-layers decoder.layers.0.mlp.linear_fc1", marks=slow),
         pytest.param("O3", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", marks=slow),
         pytest.param("O3", 2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=slow),

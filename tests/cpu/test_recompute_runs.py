@@ -16,6 +16,7 @@ BIASES = [flag for flag in TINY_GPT if flag not in ("--disable-bias-linear", "--
     [
         pytest.param(BIASES, 1, "--fp8-level O3", "mlp", id="an MLP with biases"),  # stock hangs
         pytest.param(BIASES, 2, f"--fp8-level O1 {SP}", "core_attn layernorm mlp", id="O1 biases", marks=nightly),
+        pytest.param(TINY_GPT, 1, "--fp8-level O3 --no-fp8-wgrad", "mlp", id="BF16 gradients", marks=nightly),
         pytest.param(TINY_GPT, 2, f"--fp8-level O2 {SP}", "core_attn layernorm mlp", id="O2", marks=nightly),
         pytest.param(BIASES, 2, f"--fp8-level O3 {SP}", "core_attn layernorm mlp", id="O3 biases", marks=nightly),
         pytest.param(BIASES, 2, f"--fp8-level O3 {SP} {EXPERTS}", "moe mlp", id="experts with biases", marks=nightly),
