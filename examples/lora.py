@@ -41,8 +41,6 @@ class Lora(torch.nn.Module):
         from megatron.core import mpu
 
         super().__init__()
-        if base.config.sequence_parallel:
-            raise ValueError("--sequence-parallel: these adapters need whole sequences on each rank; remove the flag")
         self.base, (n, k), ranks = base, base.weight.shape, mpu.get_tensor_model_parallel_world_size()
         self.column = name.endswith(COLUMN)
         whole = k if self.column else k * ranks
@@ -108,9 +106,27 @@ class Lora(torch.nn.Module):
         return F.linear(normed, self.lora_a)
 
 
+def check(config) -> None:
+    """Raise UserError for a model that these adapters do not fit."""
+    from megatron_fp8.errors import UserError
+
+    for flag, given, needs in (
+        ("--sequence-parallel", config.sequence_parallel, "whole sequences on each rank"),
+        ("--num-experts", config.num_moe_experts, "dense layers"),
+        ("--multi-latent-attention", config.multi_latent_attention, "an attention with linear_qkv"),
+    ):
+        if given:
+            raise UserError(f"{flag}: the adapters of examples/lora.py need {needs}; remove the flag")
+
+
 def add_adapters(model: torch.nn.Module, rank: int) -> None:
     """Freeze a GPTModel, and give each linear of its layers an adapter. Call it before the optimizer is made."""
+    check(model.config)
     model.requires_grad_(False)
+    if model.pre_process and model.config.recompute_granularity == "full":
+        # A layer that is recomputed whole gives its adapters gradients only if its input asks for one. A frozen
+        # embedding's result does not, and then no layer's does: nothing would be trained.
+        model.embedding.register_forward_hook(lambda module, given, embedded: embedded.requires_grad_())
     for layer in model.decoder.layers:
         for path in LINEARS:
             parent, _, last = path.partition(".")

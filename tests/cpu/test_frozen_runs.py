@@ -95,6 +95,35 @@ def test_the_example(level):
     assert any(frozen in line for line in run.lines) == (level == "O3")
 
 
+@pytest.mark.parametrize("level", ["O3", pytest.param("O0", marks=slow)])
+def test_the_example_trains_layers_that_are_recomputed(level):
+    """As those that are not: the frozen embedding asks for no gradient, and Megatron then makes none."""
+    script, env = str(ROOT / "examples/lora.py"), {"PYTHONPATH": str(ROOT)}
+    flags = [str(ROOT / "pretrain_gpt_fp8.py"), *TINY_GPT, *SIX, *LORA, "--fp8-level", level]
+    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    kept, recomputed = (run_megatron(1, [*flags, *more], script=script, env=env) for more in ([], again))
+    assert recomputed.losses == kept.losses and recomputed.grad_norms == kept.grad_norms
+    assert min(kept.grad_norms) > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--sequence-parallel --tensor-model-parallel-size 2",
+        pytest.param("--num-experts 2", marks=slow),
+        pytest.param("--multi-latent-attention", marks=slow),
+    ],
+)
+def test_the_example_says_in_a_line_what_it_does_not_fit(flags):
+    script, env = str(ROOT / "examples/lora.py"), {"PYTHONPATH": str(ROOT)}
+    with pytest.raises(RunFailed) as failed:
+        command = [str(ROOT / "pretrain_gpt_fp8.py"), *TINY_GPT, *SIX, "--fp8-level", "O3", *flags.split()]
+        run_megatron(2 if "tensor" in flags else 1, command, script=script, env=env)
+    assert failed.value.code == 2 and "Traceback" not in str(failed.value)
+    lines = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
+    assert lines and all(line.startswith(f"megatron_fp8: {flags.split()[0]}: the adapters of") for line in lines)
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> tuple[str, float]:
     """A checkpoint of a whole run without adapters, and the loss that the next step begins with."""
