@@ -239,6 +239,9 @@ WITHOUT_MASK = When(
     "given, with --no-create-attention-mask-in-dataloader",
     lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
 )
+SHARDED = When(
+    "given, with --use-distributed-optimizer", lambda value, args: bool(value) and args.use_distributed_optimizer
+)
 GRAPHED_IN_PARTS = When(
     "local or transformer_engine, or --fp8-step-graph on or auto",
     lambda value, args: plain(value) != graphs.WHOLE and graphs.graphed(args),
@@ -299,6 +302,10 @@ UNGRAPHED_NOTE = "switched off, with --cuda-graph-impl (same result)"
 LATE_CHECK = "only for Megatron's validation: a level checks the losses when a step is launched, with a graph too"
 GRAPHED_NOISE = "added: a CUDA graph needs it to draw random numbers (Megatron's own, without Transformer Engine)"
 TWO_OPTIMIZERS = "switched off: stock's and the level's optimizer step one after the other (same result)"
+UNPADDED = (
+    "switched off: without Transformer Engine Megatron cannot save if a rank's part of stock's own parameters is all "
+    "padding (same result)"
+)
 NO_PADDING = "switched off: the level adds rows of zeros itself, if its GEMMs need them (same result)"
 OWN_GATHER = "switched off: the level itself keeps the linears' weights in FP8 and gathers them in FP8"
 OWN_KERNEL = "no effect: torch's attention chooses its own kernel (--fp8-attention te: Transformer Engine's)"
@@ -532,6 +539,7 @@ TABLE: list[Row] = [
     *_adapt("--no-rope-fusion", False, OWN_ROTATION, LEFT_ON, missing=TE),
     *_honour("--no-rope-fusion", "stock's unfused code rotates, which rounds to BF16", OFF, field="fuses_rotary"),
     *_adapt("--moe-permute-fusion --moe-router-fusion", False, ABSENT, missing=TE),
+    *_adapt("--ddp-pad-buckets-for-high-nccl-busbw", False, UNPADDED, SHARDED, missing=TE),
     *_adapt("--moe-permute-fusion", False, OWN_PERMUTATION, SENT_IN_FP8),
     *_adapt("--te-rng-tracker", False, ABSENT, UNGRAPHED, missing=TE),
     *_adapt("--te-rng-tracker", True, GRAPHED_NOISE, GRAPHED),

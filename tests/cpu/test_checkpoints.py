@@ -127,6 +127,16 @@ def test_a_stage_without_a_linear_loads_stocks_checkpoint(tmp_path):
     assert len(train(3, f"--fp8-level O3 {STAGES}", tmp_path, load=True).steps) > 0
 
 
+@pytest.mark.slow
+def test_a_rank_that_would_have_padding_alone_is_saved(tmp_path):
+    """33,088 elements are stock's here. Cut in four after padding to 65,536, the last part would have none of them."""
+    padded = "--ddp-pad-buckets-for-high-nccl-busbw --use-distributed-optimizer --fp8-level O1 --train-iters 2"
+    flags = [*TINY_GPT, *padded.split(), "--lr-decay-iters", "10"]
+    run = run_megatron(4, [*flags, "--save", str(tmp_path), "--save-interval", "2"])
+    assert len(run.losses) == 2 and (tmp_path / "iter_0000002").is_dir()
+    assert sum("--ddp-pad-buckets-for-high-nccl-busbw: switched off" in line for line in run.lines) == 1
+
+
 def test_noise_of_an_emulated_head_goes_on(tmp_path):
     """It depends on the step, like the linears': a restart or an evaluation does not advance it."""
     noisy = "--fp8-emulate E8M3:stochastic --fp8-emulate-lm-head --eval-interval 1 --eval-iters 1 --split 8,1,1"

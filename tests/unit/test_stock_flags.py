@@ -44,6 +44,7 @@ BESIDE = {  # the value of a flag that prevents step graphs
     "--fp8-sharpness-eval": ["x"],
 }
 COMPANIONS = {  # other flags that a flag, or one of its rows, needs to have an effect
+    "--ddp-pad-buckets-for-high-nccl-busbw": ["--use-distributed-optimizer"],
     "--num-layers-at-start-in-bf16": ["--first-last-layers-bf16"],
     "--num-layers-at-end-in-bf16": ["--first-last-layers-bf16"],
     "--ckpt-format": ["--save", "somewhere"],
