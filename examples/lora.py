@@ -153,8 +153,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from megatron_fp8.plugin import install as install_plugin
 
+    rank = os.environ.get("LORA_RANK", "16")
+    if not rank.isdecimal() or int(rank) < 1:
+        sys.exit(f"LORA_RANK={rank}: use a whole number of 1 or more")
+    if not sys.argv[1:] or not Path(sys.argv[1]).is_file():
+        sys.exit(f"examples/lora.py {' '.join(sys.argv[1:2])}: name the training script first, as pretrain_gpt_fp8.py")
     install_plugin()
-    install(int(os.environ.get("LORA_RANK", "16")))
+    install(int(rank))
     del sys.argv[0]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -48,6 +48,11 @@ def one_line(
         said = said_by(error)
         if _lacks_part(error):
             said = f"it has no {said}; add --no-load-optim or --finetune"
+        elif lacks := re.search(r"([\w.]+) from model not in state dict", said):  # then all names that it has
+            begin = "--dist-ckpt-strictness log_unexpected, which begins adapters anew"
+            if lacks[1].startswith("optimizer."):
+                begin = "add --no-load-optim or --finetune"
+            said = f"it has no {lacks[1]}; use the flags of the saved model, or {begin}"
         elif re.fullmatch(r"'[\w.]+'", said):  # a KeyError: a name that torch looked up
             said = f"the checkpoint or this run's model lacks {said}; use the flags of the saved model"
         if said.startswith("OptimizerParamScheduler"):

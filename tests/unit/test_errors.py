@@ -120,7 +120,14 @@ def test_checks_of_megatrons_are_told_from_operations(load_checkpoint, tmp_path)
     head = "--load there: the checkpoint does not fit this run: "
     for statement, said in (
         ("assert found == 1, 'num_layers 3 is not 4'", "num_layers 3 is not 4"),
-        ("raise KeyError('weight from model not in state dict')", "'weight from model not in state dict'"),
+        (
+            "raise KeyError('m.lora_a from model not in state dict: [1]')", "it has no m.lora_a; use the flags of the "
+            "saved model, or --dist-ckpt-strictness log_unexpected, which begins adapters anew",
+        ),
+        (
+            "raise KeyError('optimizer.x from model not in state dict: [1]')",
+            "it has no optimizer.x; use the flags of the saved model, or add --no-load-optim or --finetune",
+        ),
         ("{}['gone']", None),
         ("raise TypeError('no list')", None),
     ):
