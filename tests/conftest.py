@@ -67,8 +67,9 @@ def _environment():
     before = dict(os.environ)
     _read_help_once()
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

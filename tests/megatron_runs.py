@@ -104,7 +104,8 @@ def run_megatron(
     cold: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Run:
-    """Train in `nproc` processes and return what was logged; once for the same command, if it touches no checkpoint.
+    """Train in `nproc` processes and return what was logged; once for the same command and variables, if it touches no
+    checkpoint, writes no scores and no variable names a folder.
 
     Args:
         flags: Megatron's and ours; a flag given twice takes its last value.
@@ -116,8 +117,8 @@ def run_megatron(
 
     Raises launch.RunFailed, with the end of the log in it, for a run that fails or takes too long.
     """
-    command = (nproc, *flags, str(script), gpu, cold)
-    if command in _finished and not env:
+    command = (nproc, *flags, str(script), gpu, cold, *sorted((env or {}).items()))
+    if command in _finished:
         return _finished[command]
     test = os.environ.get("PYTEST_CURRENT_TEST", "run").split(" ")[0]
     log = ROOT / "runs/tests" / (re.sub(r"[^\w.-]+", "_", test) + ".log")
@@ -133,6 +134,7 @@ def run_megatron(
     steps = [step for step in map(parse_step, lines) if step]
     validation_losses = [loss for loss in map(parse_validation, lines) if loss is not None]
     run = Run(lines, steps, validation_losses)
-    if not env and not {"--save", "--load", "--pretrained-checkpoint"} & set(flags):
+    writes = any(os.sep in value for name, value in (env or {}).items() if name != "PYTHONPATH")  # into a folder
+    if not writes and not {"--save", "--load", "--pretrained-checkpoint", "--dpo-score-reference"} & set(flags):
         _finished[command] = run
     return run
