@@ -8,6 +8,7 @@ import zlib
 from argparse import ArgumentParser
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,10 +76,16 @@ def fill(path, of=None, order=None, diverges=lambda row: False, without=(), star
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory) -> dict[str, str]:
-    """A report of eight seeds; at the high rate seven of E8M3's runs diverge."""
+def folder(tmp_path_factory) -> Path:
+    """With a store of eight seeds; at the high rate seven of E8M3's runs diverge. It is only read."""
     folder = tmp_path_factory.mktemp("report")
     fill(folder / "sweep.sqlite", diverges=at_the_edge).close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(folder) -> dict[str, str]:
+    """That store's report."""
     return reports(folder)
 
 
@@ -213,8 +220,8 @@ def test_rates_and_tests_are_those_of_the_runs(report):
     assert last["above initial"] == "7"
 
 
-def test_gaps_are_those_of_the_pairs(report, tmp_path):
-    store = fill(tmp_path / "s.sqlite", diverges=at_the_edge)
+def test_gaps_are_those_of_the_pairs(report, folder):
+    store = Store(folder / "sweep.sqlite")
     results = Results(store)
     store.close()
     gaps = []
@@ -262,10 +269,10 @@ def test_the_gap_that_could_have_been_seen_is_said(report):
 
 
 @pytest.mark.parametrize("within, word", [(20.0, "yes (p "), (0.001, "no"), (None, "")])
-def test_equal_within_a_bound_is_told(report, tmp_path, within, word):
+def test_equal_within_a_bound_is_told(report, folder, within, word):
     """E8M3's gap at the low rate; the words are those of statistics.equivalence_words, the bound is of the loss."""
     gap = table(report, "Wilcoxon p")[1]
-    with closing(fill(tmp_path / "s.sqlite", diverges=at_the_edge)) as store:
+    with closing(Store(folder / "sweep.sqlite")) as store:
         section = sections.sections(Results(store), within)[5]
     assert section.title == "Final loss"
     (found,) = (block for block in section.blocks if hasattr(block, "heads"))
@@ -308,8 +315,8 @@ def test_an_arm_s_flags_are_those_that_the_others_lack(tmp_path, drawn):
     assert f"\n    {shared}\n" in written["report.md"]
 
 
-def test_any_arm_may_be_the_baseline(report, tmp_path, drawn):
-    with closing(fill(tmp_path / "s.sqlite", diverges=at_the_edge)) as store:
+def test_any_arm_may_be_the_baseline(report, folder, drawn):
+    with closing(Store(folder / "sweep.sqlite")) as store:
         results = Results(store, "E8M3")
         with pytest.raises(UserError, match=r"^--baseline E8: no such arm; use one of BF16, E8M3, broken$"):
             Results(store, "E8")
