@@ -16,6 +16,7 @@ from megatron_fp8.tools.perf import job_flags, memory
 from megatron_fp8.tuning import no_answer
 
 DPO = "--attention-backend auto --train-iters 6 --lr-decay-iters 10 --lr-warmup-iters 0 --dpo-beta 0.5".split()
+DPO += ["--micro-batch-size", "4"]
 LOG2 = 0.6931472
 slow = pytest.mark.slow
 

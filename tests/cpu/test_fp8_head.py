@@ -2,9 +2,9 @@
 
 import pytest
 from launch import RunFailed
-from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron
 
-UNTIED = [*TINY_GPT, *SIX_STEPS, "--global-batch-size", "4"]
+UNTIED = [*TINY_GPT, *"--train-iters 4 --lr-decay-iters 10 --global-batch-size 4".split()]
 TIED = [flag for flag in UNTIED if flag != "--untie-embeddings-and-output-weights"]
 
 

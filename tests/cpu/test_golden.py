@@ -27,7 +27,7 @@ LEVELS = {  # name: flags
     "O3": "--fp8-level O3",
     "O3, FP8 sums": "--fp8-level O3 --fp8-grad-accum fp8 --fp8-activations --fp8-lm-head",
 }
-STEPS, FIRST = 100, 10
+STEPS, FIRST = 100, 5
 
 
 def machine() -> dict[str, str]:
