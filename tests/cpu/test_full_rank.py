@@ -100,6 +100,7 @@ def test_a_gather_in_place_leaves_the_ranks_own_part(tmp_path):
     forked(1, [str(tmp_path / "gather.py")], tmp_path / "log", timeout=250)  # else RunFailed
 
 
+@pytest.mark.slow  # of stages the last stays
 def test_a_stage_that_reads_no_data_trains(tmp_path):
     """It used to wait for rank 0 to announce data, made no step, and passed."""
     job = JOB.replace("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4")

@@ -89,7 +89,7 @@ def work(rank: int, ranks: int) -> dict:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4, 8])
+@pytest.fixture(scope="module", params=[2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def ranks(request, tmp_path_factory) -> list[dict]:
     return run_ranks(work, request.param, tmp_path_factory.mktemp("ranks"))
 
