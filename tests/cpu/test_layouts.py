@@ -1,7 +1,7 @@
 """Every layout trains as one process does: tensor, pipeline, virtual, data, sequence and expert parallelism together.
 
 All runs of a model begin with the weights of one checkpoint, since Megatron draws them differently on each pipeline
-stage, and read the same samples. Two comparisons of four losses and gradient norms:
+stage, and read the same samples. Two comparisons of three losses and gradient norms:
 
     FP8 off   the engine with BF16 GEMMs and FP32 gradients, against stock in the same layout: what is left is the order
               of sums. As close to one process as stock's own layout is.
@@ -21,7 +21,7 @@ import pytest
 from megatron_runs import KEPT_ORDER, Run, run_megatron
 
 nightly = pytest.mark.slow
-STEPS = 4
+STEPS = 3
 FP8_OFF = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
 COMMON = f"""{KEPT_ORDER}
 --seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
@@ -103,7 +103,7 @@ def initial(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def train(initial):
-    """train(model, layout, level, batch=None): a run of four steps; of the same command once."""
+    """train(model, layout, level, batch=None): a run of three steps; of the same command once."""
 
     @functools.cache
     def train(model: Model, layout: Layout, level: str, batch: int) -> Run:

@@ -43,7 +43,7 @@ class Spiking:
 
 
 def test_log_says_so_and_changes_no_digit():
-    flags = "--fp8-level O1 --fp8-log-interval 1"
+    flags = "--fp8-level O1 --fp8-log-interval 1 --micro-batch-size 4"
     plain, watched = (Spiking(1, f"{flags} {more}", "20", iterations=22) for more in ("", "--fp8-on-spike log"))
     assert plain.said == {} and list(watched.said) == [20]
     loss, norm = watched.run.losses[19], watched.run.grad_norms[19]
@@ -84,7 +84,7 @@ def test_a_spike_is_skipped_on_every_rank_and_leaves_no_trace(nproc, flags):
 def test_the_linears_that_clipped_fall_back_and_return():
     """O1 over two pipeline stages; the spike comes from one linear's input."""
     linear = "decoder.layers.1.mlp.linear_fc2"
-    flags = f"--fp8-level O1 --pipeline-model-parallel-size 2 {FALLBACK} --fp8-spike-sigma 5"
+    flags = f"--fp8-level O1 --pipeline-model-parallel-size 2 --micro-batch-size 4 {FALLBACK} --fp8-spike-sigma 5"
     spiking = Spiking(2, flags, "20", where=linear, by=1000.0, iterations=40)
     assert {20, 36} <= set(spiking.said)
     names = re.search(r"; to BF16 for 16 calm steps: (.*)", spiking.said[20])[1].split(", ")
