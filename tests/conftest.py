@@ -93,6 +93,29 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """Before a worker of xdist starts. The workers share one warm process, that of the process which starts them: each
+    of their own would import for five seconds, and take 600 MB."""
+    from megatron_runs import door
+
+    node.workerinput["door"] = door()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if name := getattr(config, "workerinput", {}).get("door"):
+        import launch
+        import megatron_runs
+
+        own = launch.warm_server
+
+        def warm_server(gpus: bool):
+            """One whose runs see GPUs is a worker's own, in its order of them."""
+            return own(gpus) if gpus else megatron_runs.through(name)
+
+        launch.warm_server = megatron_runs.warm_server = warm_server
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
     """One more than there are cores: ranks wait for each other, and two workers left a sixth of two cores idle."""
     if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:

@@ -43,31 +43,48 @@ def script_path() -> str:
 
 def start_forked(monkeypatch) -> None:
     """Have the lab start its runs as `run_megatron` does: in a cold one each rank imports for five seconds."""
-    forked_run = (sys.executable, str(ROOT / "tests/scripts/forked_run.py"), _door(), "{processes}")
+    forked_run = (sys.executable, str(ROOT / "tests/scripts/forked_run.py"), door(), "{processes}")
     monkeypatch.setattr(processes, "LAUNCHER", forked_run)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 @functools.cache
-def _door() -> str:
-    """A name, of Linux' own and no file's, under which another process asks this one's warm process for a run."""
+def door() -> str:
+    """A name, of Linux' own and no file's, under which other processes ask this one's warm process for runs."""
     name = secrets.token_hex(16)
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(f"\0{name}")
     listening.listen()
+    one_at_a_time = threading.Lock()  # the first request starts the warm process
 
-    def hand_over() -> None:
-        with listening:  # closed by an error, it refuses who comes next, and lets nobody wait
+    def hand_over(connection: socket.socket) -> None:
+        with connection:  # an error closes it and the descriptors, so that nobody waits
             while True:
-                connection, _ = listening.accept()
-                with connection:
-                    text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
-                    socket.send_fds(warm_server(), [text], descriptors)
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+                if not text:
+                    return
+                try:
+                    with one_at_a_time:
+                        socket.send_fds(warm_server(False), [text], descriptors)
+                finally:
+                    for descriptor in descriptors:
+                        os.close(descriptor)
 
-    threading.Thread(target=hand_over, daemon=True).start()
+    def let_in() -> None:
+        while True:
+            connection, _ = listening.accept()
+            threading.Thread(target=hand_over, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=let_in, daemon=True).start()
     return name
+
+
+@functools.cache
+def through(name: str) -> socket.socket:
+    """The door of another process, which takes what its warm server takes."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"\0{name}")
+    return connection
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def torchrun(
 
 
 @functools.cache
-def warm_server(gpus: bool = False) -> socket.socket:
+def warm_server(gpus: bool) -> socket.socket:
     """This process's warm server, started at the first use. gpus: the one whose runs see this machine's GPUs."""
     ours, its = socket.socketpair()
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -124,7 +124,7 @@ def test_no_process_is_left_of_a_run_that_nothing_waits_for(text, end, tmp_path)
     (tmp_path / "script.py").write_text(SHOW + text)
     (output, written), (ended, ending) = os.pipe(), os.pipe()
     request = {"count": 3, "command": ["script.py"], "env": dict(os.environ), "cwd": str(tmp_path), "timeout": 600}
-    socket.send_fds(warm_server(), [json.dumps(request).encode()], [written, ending])
+    socket.send_fds(warm_server(False), [json.dumps(request).encode()], [written, ending])
     os.close(written)
     os.close(ending)
     supervisor = int(os.read(ended, 100))
