@@ -2,7 +2,10 @@
 each run has the losses, gradient norms and evaluations, to the last bit, of the one without."""
 
 import pytest
+from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron
+
+from megatron_fp8.tools.lab.sweep.plan_file import read_plan
 
 PLAIN, TAPE, FETCHED = "pretrain_gpt_fp8.py", "tests/scripts/train_on_tape.py", "tests/scripts/fetched_keys.py"
 GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
@@ -57,13 +60,18 @@ MORE = {
 }
 
 
-def check(nproc: int, flags: str, graphs: int = 1, script: str = TAPE, plain_script: str = PLAIN) -> list[str]:
+L0 = read_plan(ROOT / "configs/lab/evidence_l0.yaml")
+
+
+def check(
+    nproc: int, flags: str, graphs: int = 1, script: str = TAPE, plain_script: str = PLAIN, asked: str = GRAPH
+) -> list[str]:
     """Compare a run on the tape with the same without; its lines."""
     every = [*TINY_GPT, *FLAGS, *flags.split()]
     if "--step-batch-size-schedule" in every:
         at = every.index("--global-batch-size")
         del every[at : at + 2]
-    taped = run_megatron(nproc, [*every, *GRAPH.split()], script=script, timeout=300)
+    taped = run_megatron(nproc, [*every, *asked.split()], script=script, timeout=300)
     plain = run_megatron(nproc, every, script=plain_script, timeout=300)
     assert sum("is a CUDA graph from now on" in line for line in taped.lines) == graphs
     exact = [[line for line in run.lines if "exact lm loss" in line] for run in (taped, plain)]
@@ -81,6 +89,14 @@ def test_replayed_steps_are_the_steps(case):
 @pytest.mark.parametrize("case", MORE)
 def test_replayed_steps_are_the_steps_in_more_layouts(case):
     check(*MORE[case], graphs=2 if case == "ramp" else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", L0.faster)
+def test_what_makes_the_runs_of_a_plan_faster_changes_no_bit(arm):
+    """Of two ranks with one micro-batch ("by halves") and two."""
+    flags = f"{' '.join(L0.arms[arm])} --use-distributed-optimizer --cross-entropy-loss-fusion --attention-backend auto"
+    check(2, flags, asked=" ".join(L0.faster[arm]))
 
 
 @pytest.mark.slow

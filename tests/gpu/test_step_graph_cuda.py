@@ -45,6 +45,10 @@ CASES = {
         f"--fp8-level O3 {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
     ),
     "data-O1": (2, f"--fp8-level O1 {SHARDED}"),
+    "data-bf16": (
+        2,
+        "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32 --use-distributed-optimizer",
+    ),
     "data-O2-replicated": (2, "--fp8-level O2 --attention-dropout 0.1 --hidden-dropout 0.1"),
     "data-O3": (2, f"--fp8-level O3 {SHARDED} --ddp-bucket-size 20000"),
     "data-fp8-sums": (2, f"--fp8-level O3 {SHARDED} --fp8-grad-accum fp8 --micro-batch-size 1"),

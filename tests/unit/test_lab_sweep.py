@@ -104,6 +104,22 @@ def test_an_arm_has_a_sweep_of_its_own(tmp_path):
     assert done(tmp_path, *SWEEP).splitlines()[-1] == "9 done"
 
 
+def test_flags_that_change_no_number_come_and_go(tmp_path):
+    """A run gets them when it starts. They are no part of it: those that are done stay."""
+    write(tmp_path, SLOW)
+    assert done(tmp_path, *SWEEP, "--arms", "BF16").splitlines()[-1] == "3 done"
+    write(tmp_path, f"{SLOW}faster:\n  BF16: --begun 'not again'\n  E8M3: --begun {{run}}/own\n")
+    assert done(tmp_path, *SWEEP).splitlines()[-1] == "6 done"
+    rows = states(tmp_path)
+    assert len(begun(tmp_path)) == 3 and not (tmp_path / "not again").exists()
+    assert len(list((tmp_path / "sweep.runs").glob("*-E8M3-*/own"))) == 3
+    assert not any("own" in word for row in rows for word in row.command)
+    assert {row.arm for row in rows if row.code.endswith(" --begun {run}/own")} == {"E8M3"}
+    assert len({row.code for row in rows}) == 2
+    write(tmp_path, SLOW)
+    assert done(tmp_path, *SWEEP) == "6 done\n"
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> dict[str, str]:
     """The report of the sweep SLOW."""

@@ -201,7 +201,8 @@ class _Sweep:
                 end_left_behind(self.store.path)
             place = self.places.pop()
             folder = self.folder / _folder_name(row)
-            training = Training(row.command, self.plan.processes, folder, self._environment(place))
+            command = (*row.command, *self.plan.faster.get(row.arm, ()))
+            training = Training(command, self.plan.processes, folder, self._environment(place))
             self.active.append(_Active(row, training, place))
             started = True
         return started

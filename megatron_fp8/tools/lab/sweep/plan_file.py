@@ -12,16 +12,21 @@
       python: --train-data-path data/python_train --valid-data-path data/python_heldout
     processes: 1                            of each run, on one machine (default: 1)
     timeout: 3600                           seconds, after which a run has failed (default: none)
+    faster:                                 ARM: flags that change no number of its runs (default: none)
+      E8M3: --no-create-attention-mask-in-dataloader
 
 A run is an arm, a seed, a learning rate and a data set. Runs of one seed get the same --seed in all arms, so they have
 the same initial weights and the same data in the same order. Therefore an arm's flags must not set any of these.
 `{run}` in a flag stands for the run's own folder, as in --save {run}/checkpoint; a shared folder would mix the runs.
+
+The flags of `faster` are no part of what a run is: those that are done stay valid when the flags change. So they must
+not change any number. The store names them with the code that ran a run.
 """
 
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -37,7 +42,7 @@ UNNAMED = "data"  # the name of the data set if the plan names none
 LARGEST = 2**31 - 1  # step and seed: the limit that Megatron, numpy and SQLite share
 MOST_RUNS = 100_000  # of a plan: seeds x learning rates x data sets x arms
 _WRITTEN = ("--save", "--tensorboard-dir", "--wandb-save-dir")
-_KEYS = ("command", "steps", "seeds", "arms", "learning_rates", "data", "processes", "timeout")
+_KEYS = ("command", "steps", "seeds", "arms", "learning_rates", "data", "processes", "timeout", "faster")
 
 
 def is_name(value: Any) -> bool:
@@ -76,6 +81,7 @@ class SweepPlan:
     data: dict[str, tuple[str, ...]]
     processes: int = 1
     timeout: float | None = None
+    faster: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def runs(self) -> list[SweepRun]:
         """All runs; those that are compared with each other are adjacent."""
@@ -160,12 +166,16 @@ def _plan(content: dict[Any, Any]) -> SweepPlan:
         _named("data", content.get("data", {UNNAMED: ""})),
         _whole("processes", content.get("processes", 1)),
         _timeout(content.get("timeout")),
+        _named("faster", content["faster"]) if "faster" in content else {},
     )
+    for name in plan.faster:
+        if name not in plan.arms:
+            raise UserError(f"faster: {name}: no such arm; use {', '.join(plan.arms)}")
     _check_count(plan)
-    for arm in plan.arms.values():
+    for arm, flags in plan.arms.items():
         for data in plan.data.values():
             for flag in _WRITTEN:
-                folder = flag_value([*command, *data, *arm], flag)
+                folder = flag_value([*command, *data, *flags, *plan.faster.get(arm, ())], flag)
                 if folder is not None and FOLDER not in folder:
                     remedy = f"put {FOLDER} into it, their own folder"
                     raise UserError(f"{flag} {folder}: all runs would write there; {remedy}")

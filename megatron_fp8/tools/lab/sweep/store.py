@@ -30,7 +30,7 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ class Store:
     def __init__(self, path: str | Path, create: bool = False, shared: bool = False):
         self.path = Path(path)
         self._commands: dict[tuple, str] = {}  # the plan's commands by key_of: only these may be run
+        self._faster: Mapping[str, tuple[str, ...]] = {}  # the plan's flags that change no number, by arm
         if not create and not os.path.isfile(self.path):
             raise UserError(f"{path}: no such store; `megatron-fp8 lab sweep PLAN --store {path}` makes it")
         if not os.path.isdir(self.path.absolute().parent):
@@ -211,6 +212,7 @@ class Store:
             )
             self._put("plan", plan.outline())
         self._commands = {key: command for key, command in commands.items() if arms is None or key[0] in arms}
+        self._faster = plan.faster
 
     def outline(self) -> dict[str, Any]:
         """The outline of the last plan added."""
@@ -222,20 +224,21 @@ class Store:
         """Take a waiting run of the plan for this process, as a new attempt; None if there is none.
 
         A run that is not in the plan's chosen arms, or has another command there, is not taken.
-        code: the version that will run it.
+        code: the version that will run it. The store adds the arm's flags of the plan's `faster`.
         """
         now, worker = time.time(), identity(os.getpid())
         waiting = f"SELECT id, arm, seed, learning_rate, data, command FROM runs WHERE state = '{WAITING}' ORDER BY id"
         with self._transaction():
             self._lose()
-            planned = (run for run, *key, said in self._rows(waiting) if self._commands.get(tuple(key)) == said)
-            if (run := next(planned, None)) is None:
+            planned = (row for row in self._rows(waiting) if self._commands.get(row[1:-1]) == row[-1])
+            if (first := next(planned, None)) is None:
                 return None
+            run, arm = first[:2]
             found = self._rows(
                 f"""UPDATE runs SET state = '{RUNNING}', attempt = attempt + 1, machine = ?, worker = ?,
                     beat = ?, started = ?, ended = NULL, exit_code = NULL, error = NULL, code = ?
                     WHERE id = ? RETURNING {COLUMNS}""",
-                *(socket.gethostname(), worker, now, now, code, run),
+                *(socket.gethostname(), worker, now, now, " ".join([code, *self._faster.get(arm, ())]), run),
             )
             return read_row(self.path, found[0])
 
