@@ -10,15 +10,18 @@ functions and of the same with a mistake (function_pairs.py), and the model in i
 (carried_model.py). It needs the packages gguf and tokenizers.
 
 A unit of `run` is an arm and a seed: SFT from the converted checkpoint, then DPO from its result, with the reference on
-the device. Both have three epochs, and are evaluated once at the end, on functions of other files. Units run
-side by side (--jobs on --gpus), so nothing is timed. Finished stages in the CSV are not repeated; a unit whose SFT is
-in it without a checkpoint in WORK makes the SFT again. After --minutes what runs is ended; it has no row then.
+the device. Both have three epochs, and are evaluated once at the end, on functions of other files. In FP8 a log-ratio
+has noise (preference_noise.py), and with it the evaluation. So a third stage, `judged`, evaluates DPO's weights against
+SFT's once more with BF16 GEMMs, alike for all arms. It reads weights as they were saved: O1's and O2's in BF16, O3's on
+their E4M3 numbers. Units run side by side (--jobs on --gpus), so nothing is timed. Finished stages in the CSV are not
+repeated; one whose weights a later stage needs, and WORK has no more, is made again. After --minutes what runs is
+ended; it has no row then.
 
 The seed changes the order of the data, and the noise of rounding. Arms: the levels (O0 needs --te-path: stock has
 packed attention only through Transformer Engine) and O3 with the paper's FP16 master. Unknown flags go to Megatron.
 
     heldout_loss   SFT: nats a token of the answers
-    accuracy       DPO: share of pairs whose margin is above 0, half of those at 0; `report` has Wilson's interval
+    accuracy       DPO, judged: share of pairs with a margin above 0, half of those at 0; `report` has Wilson's interval
     share          of Adam's update what the linears' masters took (tuned_gpt.py)
     shown          of the masters' way what the weights show that GEMMs read
 """
@@ -36,6 +39,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,6 +62,8 @@ ARMS = {
     "O3": "--fp8-level O3",
     "O3, FP16 master": "--fp8-level O3 --fp8-master fp16",
 }
+STAGES = "sft", "dpo", "judged"
+JUDGE = "--fp8-level O1 --fp8-gemm bf16 --skip-train --no-load-optim --no-load-rng"
 PAD, START, END = 0, 1, 2  # <|endoftext|>, <|im_start|>, <|im_end|>
 DATA = "functions.npz"
 TRAINING = (
@@ -132,6 +138,21 @@ def lines_of(found: function_pairs.Documents, stage: str, held_out: bool, seed: 
 # --- the runs
 
 
+def converted(inputs: list[Path], work: Path) -> tuple[Path, list[str]]:
+    """(The checkpoint that all begin with, made at the first use, the model's flags)."""
+    from megatron_fp8.checkpoint import convert
+    from megatron_fp8.checkpoint.hf.config import args_of, flags_of
+
+    base = work / "base"
+    if not base.exists():
+        folder = work / "hf"
+        shutil.rmtree(folder, ignore_errors=True)
+        unpack_model(inputs, folder)
+        convert.to_megatron(str(folder), str(base))
+    config = json.loads(one_of(inputs, CONFIG).read_text())
+    return base, [*shlex.split(flags_of(args_of(config))), f"--vocab-size={config['vocab_size']}"]
+
+
 class Runs:
     """All that units share. Attributes: deadline, a time after which nothing runs."""
 
@@ -141,26 +162,12 @@ class Runs:
         for job in range(args.jobs):
             self._gpus.put(job % args.gpus)
         self._lock, self.rows = threading.Lock(), read(args.csv)
-        self._longest = 0.0
+        self._longest: dict[str, float] = {}  # seconds of each stage
         args.work = args.work.resolve()  # runs have the repository as their folder
         args.work.mkdir(parents=True, exist_ok=True)
         self._found = function_pairs.Documents.load(one_of(args.inputs, DATA))
         self._stamp = train_step.stamp()
-        self.base, self.model = self._converted()
-
-    def _converted(self) -> tuple[Path, list[str]]:
-        """(The checkpoint that all begin with, the model's flags)."""
-        from megatron_fp8.checkpoint import convert
-        from megatron_fp8.checkpoint.hf.config import args_of, flags_of
-
-        base = self.args.work / "base"
-        if not base.exists():
-            folder = self.args.work / "hf"
-            shutil.rmtree(folder, ignore_errors=True)
-            unpack_model(self.args.inputs, folder)
-            convert.to_megatron(str(folder), str(base))
-        config = json.loads(one_of(self.args.inputs, CONFIG).read_text())
-        return base, [*shlex.split(flags_of(args_of(config))), f"--vocab-size={config['vocab_size']}"]
+        self.base, self.model = converted(args.inputs, args.work)
 
     def file(self, stage: str, held_out: bool, seed: int) -> tuple[Path, int]:
         """(A stage's file, whole batches in it), written at its first use."""
@@ -181,46 +188,53 @@ class Runs:
             self._gpus.put(gpu)
 
     def _stages(self, arm: str, seed: int, env: dict[str, str]) -> bool:
-        folder = self.args.work / f"{arm}_{seed}".replace(", ", "_").replace(" ", "_")
-        tuned = folder / "sft"
-        sft, dpo = (self._row(arm, seed, stage) in self for stage in ("sft", "dpo"))
-        if sft and dpo:
+        folder = self.args.work / folder_of(f"{arm}_{seed}")
+        done = {stage: self._row(arm, seed, stage) in self for stage in STAGES}
+        if all(done.values()):
             return True
-        if not sft or not (tuned / "latest_checkpointed_iteration.txt").exists():
-            shutil.rmtree(tuned, ignore_errors=True)
-            if not self._run(arm, seed, "sft", folder, self.base, ["--save", str(tuned)], env, keep=not sft):
-                return False
-        if not dpo and not self._run(arm, seed, "dpo", folder, tuned, [], env, keep=True):
+        sft, dpo = folder / "sft", folder / "dpo"
+
+        def made(stage: str, begin: Path, *more: str) -> bool:
+            return self._run(arm, seed, stage, folder, begin, more, env, keep=not done[stage])
+
+        for stage, saved, begin in (("sft", sft, self.base), ("dpo", dpo, sft)):
+            if not done[stage] or not (saved / "latest_checkpointed_iteration.txt").exists():
+                shutil.rmtree(saved, ignore_errors=True)
+                if not made(stage, begin, "--save", str(saved)):
+                    return False
+        if not done["judged"] and not made("judged", sft, "--load", str(dpo)):
             return False
-        shutil.rmtree(tuned)
+        for saved in (sft, dpo):
+            shutil.rmtree(saved)
         return True
 
     def __contains__(self, wanted: dict) -> bool:
         return any(all(str(row[key]) == str(wanted[key]) for key in SAME) for row in self.rows)
 
     def _row(self, arm: str, seed: int, stage: str) -> dict:
-        args = self.args
-        steps = min(args.epochs * self.file(stage, False, seed)[1], args.steps or 10**9)
-        return {"arm": arm, "seed": seed, "stage": stage, "lr": f"{getattr(args, f'{stage}_lr'):g}", "steps": steps,
+        args, task = self.args, task_of(stage)
+        steps = min(args.epochs * self.file(task, False, seed)[1], args.steps or 10**9)
+        return {"arm": arm, "seed": seed, "stage": stage, "lr": f"{getattr(args, f'{task}_lr'):g}", "steps": steps,
                 "batch": args.batch, "seq": args.seq, "flags": " ".join(args.extra)}  # fmt: skip
 
-    def _run(self, arm: str, seed: int, stage: str, folder: Path, begin: Path, more: list[str], env: dict[str, str], *,
-             keep: bool) -> bool:  # fmt: skip
-        """Train a stage, and write its row if `keep`. False if there was no time, or the run failed."""
+    def _run(self, arm: str, seed: int, stage: str, folder: Path, begin: Path, more: Sequence[str],
+             env: dict[str, str], *, keep: bool) -> bool:  # fmt: skip
+        """Run a stage, and write its row if `keep`. False if there was no time, or the run failed."""
         args, row, name = self.args, self._row(arm, seed, stage), f"{arm}, seed {seed}, {stage}"
-        steps, (train, _) = row["steps"], self.file(stage, False, seed)
-        held_out, evaluations = self.file(stage, True, 0)
+        task, steps = task_of(stage), row["steps"]
+        (train, _), (held_out, evaluations) = self.file(task, False, seed), self.file(task, True, 0)
         left = self.deadline - time.monotonic()
-        if left < max(self._longest, 20):
+        if left < self._longest.get(stage, 20):
             print(f"{name}: no time is left", flush=True)
             return False
-        flags = [*self.model, *TRAINING.split(), *RATES[stage].split(), *f"--lr {row['lr']} --seed {seed} "
+        arm_flags = JUDGE if stage == "judged" else ARMS[arm]
+        flags = [*self.model, *TRAINING.split(), *RATES[task].split(), *f"--lr {row['lr']} --seed {seed} "
                  f"--seq-length {args.seq} --micro-batch-size {args.micro_batch} --global-batch-size {args.batch} "
                  f"--train-iters {steps} --lr-warmup-iters {steps // 10} --eval-interval {steps + 1} --save-interval "
                  f"{steps} --eval-iters {evaluations} --train-data-path {train} --valid-data-path {held_out} "
-                 f"--pretrained-checkpoint {begin}".split(), *more, *shlex.split(ARMS[arm]), *args.extra]  # fmt: skip
-        te = "repaired" if arm == "O0" and args.te_path else "none"
-        env = {**env, **train_step.environment(te, args.te_path), "TASK": stage, "PAD": str(PAD), "END": str(END)}
+                 f"--pretrained-checkpoint {begin}".split(), *more, *shlex.split(arm_flags), *args.extra]  # fmt: skip
+        te = "repaired" if arm == "O0" and stage != "judged" and args.te_path else "none"
+        env = {**env, **train_step.environment(te, args.te_path), "TASK": task, "PAD": str(PAD), "END": str(END)}
         began, log = time.monotonic(), folder / f"{stage}.log"
         try:
             torchrun(1, [str(ROOT / "benchmarks/tuned_gpt.py"), *flags], log, timeout=left, env=env | {"WATCH": "1"})
@@ -228,7 +242,7 @@ class Runs:
             print(f"{name}: {error}"[-2500:], flush=True)
             return False
         seconds = time.monotonic() - began
-        self._longest = max(self._longest, seconds)
+        self._longest[stage] = max(self._longest.get(stage, 20), seconds)
         row |= self._stamp | figures(log.read_text(errors="replace"))
         said = (f"{key} {row[key]}" for key in ("heldout_loss", "accuracy", "margin", "share") if row[key])
         print(f"{name}: {' '.join(said)} ({seconds:.0f} s)", flush=True)
@@ -237,6 +251,15 @@ class Runs:
                 self.rows.append(row)
                 train_step.append(str(args.csv), COLUMNS, [{key: row.get(key, "") for key in COLUMNS}])
         return True
+
+
+def folder_of(name: str) -> str:
+    return name.replace(", ", "_").replace(" ", "_")
+
+
+def task_of(stage: str) -> str:
+    """The script and the data of a stage."""
+    return "dpo" if stage == "judged" else stage
 
 
 def figures(log: str) -> dict:
@@ -285,10 +308,11 @@ def wilson(right: float, number: int, z: float = 1.96) -> tuple[float, float]:
 def report(rows: list[dict]) -> list[str]:
     """Lines of a Markdown table: an arm a row, the mean of its seeds and their spread."""
     lines = ["| arm | seeds | SFT: held-out loss | share of the update | DPO: accuracy, all seeds' pairs (95 %) "
-             "| by seed | margin | log-ratio | share of the update | shown |", "|---" * 10 + "|"]  # fmt: skip
+             "| by seed | margin | log-ratio | share of the update | shown | judged in BF16: accuracy (95 %) | margin "
+             "| log-ratio |", "|---" * 13 + "|"]  # fmt: skip
     for arm in ARMS:
-        of = {stage: [row for row in rows if row["arm"] == arm and row["stage"] == stage] for stage in ("sft", "dpo")}
-        if not of["sft"] and not of["dpo"]:
+        of = {stage: [row for row in rows if row["arm"] == arm and row["stage"] == stage] for stage in STAGES}
+        if not any(of.values()):
             continue
 
         def means(stage: str, column: str, form: str, of=of) -> str:
@@ -296,15 +320,19 @@ def report(rows: list[dict]) -> list[str]:
             spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
             return f"{statistics.mean(values):{form}}{spread}" if values else "-"
 
-        accuracy, seeds = "-", [f"{float(row['accuracy']):.3f}" for row in of["dpo"]]
-        if seeds:
-            numbers = [(float(row["accuracy"]) * int(row["counted"]), int(row["counted"])) for row in of["dpo"]]
+        def accuracy(stage: str, of=of) -> str:
+            numbers = [(float(row["accuracy"]) * int(row["counted"]), int(row["counted"])) for row in of[stage]]
+            if not numbers:
+                return "-"
             right, number = map(sum, zip(*numbers, strict=True))
             low, high = wilson(right, number)
-            accuracy = f"{right / number:.3f} ({low:.3f} to {high:.3f} of {number:,})"
+            return f"{right / number:.3f} ({low:.3f} to {high:.3f} of {number:,})"
+
+        seeds = [f"{float(row['accuracy']):.3f}" for row in of["dpo"]]
         cells = [arm, len(seeds or of["sft"]), means("sft", "heldout_loss", ".4f"), means("sft", "share", ".3f")]
-        cells += [accuracy, " ".join(seeds), means("dpo", "margin", ".4f"), means("dpo", "log_ratio", ".4f")]
-        cells += [means("dpo", "share", ".3f"), means("dpo", "shown", ".3f")]
+        cells += [accuracy("dpo"), " ".join(seeds), means("dpo", "margin", ".4f"), means("dpo", "log_ratio", ".4f")]
+        cells += [means("dpo", "share", ".3f"), means("dpo", "shown", ".3f"), accuracy("judged")]
+        cells += [means("judged", "margin", ".4f"), means("judged", "log_ratio", ".4f")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

@@ -165,7 +165,7 @@ def test_a_ggufs_blocks_are_those_of_the_folder(tmp_path):
 
 def test_units_share_the_gpus(tmp_path, monkeypatch):
     """Four units run at once, two on each of two GPUs; so do the next four."""
-    monkeypatch.setattr(smollm2.Runs, "_converted", lambda runs: (tmp_path, []))
+    monkeypatch.setattr(smollm2, "converted", lambda inputs, work: (tmp_path, []))
     monkeypatch.setattr(smollm2, "one_of", lambda *found: None)
     monkeypatch.setattr(function_pairs.Documents, "load", lambda path: None)
     words = f"run --inputs in --work {tmp_path} --csv {tmp_path}/x.csv --jobs 4 --gpus 2"
@@ -210,11 +210,15 @@ def test_figures_and_report():
     rows.append({"arm": "O3", "seed": "0", "stage": "sft"} | sft)
     (line,) = smollm2.report(rows)[2:]
     assert line.startswith("| O3 | 2 | 1.5000 | - | 0.800 (") and "of 80) | 0.750 0.850 | 0.2000 ± 0.0000 |" in line
+    assert line.endswith("| 0.750 ± 0.000 | - | - | - |")
+    rows.append(rows[0] | {"stage": "judged", "accuracy": "0.9", "margin": "0.3", "log_ratio": "2", "counted": "40"})
+    (line,) = smollm2.report(rows)[2:]
+    assert " | 0.800 (" in line and "| 0.900 (" in line and line.endswith(" of 40) | 0.3000 | 2.0000 |")
 
 
 @pytest.mark.slow
 def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
-    """SFT and DPO at O3, with both masters; a second call finds all finished, one after a lost row makes that alone."""
+    """SFT and DPO at O1 and O3, judged in BF16; a second call finds all finished, one after a lost row makes that."""
     write_llama(tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
     start_forked(monkeypatch)
@@ -240,7 +244,7 @@ def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
     call(*run)
     with (tmp_path / "x.csv").open(newline="") as file:
         rows = {(row["arm"], row["stage"]): row for row in csv.DictReader(file)}
-    assert len(rows) == 6 and {row["steps"] for row in rows.values()} == {"17"}
+    assert len(rows) == 9 and {row["steps"] for row in rows.values()} == {"17"}
     for arm in arms[1:]:
         sft, dpo = rows[arm, "sft"], rows[arm, "dpo"]
         assert float(sft["last_loss"]) < float(sft["first_loss"]) and 0 < float(sft["heldout_loss"]) < 6
@@ -249,8 +253,15 @@ def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
     assert float(rows["O3, FP16 master", "dpo"]["share"]) < 0.6
     # O3's masters are dithered; those of O1 begin on a BF16 number, and few reach the next one
     assert float(rows["O3", "dpo"]["shown"]) == pytest.approx(1, abs=0.2) and float(rows["O1", "dpo"]["shown"]) < 0.3
+    for arm in arms[1:]:  # judged against SFT's weights, so not against its own: a log-ratio, on the same pairs
+        dpo, judged = rows[arm, "dpo"], rows[arm, "judged"]
+        assert judged["counted"] == dpo["counted"] and float(judged["log_ratio"]) > 0 and not judged["first_loss"]
+    # in 17 steps O1's BF16 weights hardly move: most of its log-ratio is FP8's noise, which the judge does not have
+    assert float(rows["O1", "judged"]["log_ratio"]) < 0.7 * float(rows["O1", "dpo"]["log_ratio"])
     whole = (tmp_path / "x.csv").read_text().splitlines(keepends=True)
     again = call(*run)
     assert "s)" not in again and "| O3 | 1 |" in again and (tmp_path / "x.csv").read_text() == "".join(whole)
     (tmp_path / "x.csv").write_text("".join(whole[:-1]))
-    assert "dpo: accuracy" in call(*run) and len((tmp_path / "x.csv").read_text().splitlines()) == 7
+    said = call(*run)
+    assert "sft: heldout_loss" in said and "judged: accuracy" in said and "O1, seed" not in said
+    assert len((tmp_path / "x.csv").read_text().splitlines()) == 10
