@@ -80,14 +80,28 @@ def test_three_stages_of_which_one_has_no_data_of_its_own(conversations):
     assert run.losses[-1] < run.losses[0] - 0.3
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param("--no-rope-fusion", marks=slow)])
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 32 "
+    "--init-method-std 0.1"  # with smaller weights the positions change a loss by 0.002 only
+)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        pytest.param("--no-rope-fusion", marks=slow),
+        pytest.param(LATENT, marks=slow),
+        pytest.param(f"{LATENT} --rope-type rope --q-lora-rank 48 --qk-layernorm", marks=slow),
+    ],
+)
 def test_a_document_is_as_if_alone_in_the_model(flags, conversations):
     """With BF16 GEMMs: their operands have no scale that a neighbour could change."""
     run = train(conversations, "O1", "--fp8-gemm", "bf16", "--train-iters", "1", *flags.split(), LOOK="1")
     (line,) = (line for line in run.lines if line.startswith("apart: "))
     apart, together = re.match("apart: (.*); one document: (.*)", line).groups()
     leak, first, second = map(float, apart.split())
-    assert leak == 0 and first < 0.02 and second < 0.02 and float(together) > 0.02
+    assert leak == 0 and first < 0.001 and second < 0.001 and float(together) > 0.02
 
 
 @slow

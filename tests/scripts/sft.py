@@ -68,7 +68,8 @@ def build(stock):
 
 def losses(chunk, tokens: torch.Tensor, ends: list[int]) -> torch.Tensor:
     """Of the tokens of one row, each predicting the next, with documents that end there."""
-    cu, longest = torch.tensor(ends, dtype=torch.int32, device=tokens.device), max(ends)
+    cu = torch.tensor(ends, dtype=torch.int32, device=tokens.device)
+    longest = max(b - a for a, b in itertools.pairwise(ends))
     positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(ends)]).to(tokens.device)
     packed = PackedSeqParams("thd", cu, cu, max_seqlen_q=longest, max_seqlen_kv=longest)
     labels = tokens.roll(-1, 1)
