@@ -100,9 +100,10 @@ def _adapters(chunk: torch.nn.Module) -> list[torch.nn.Module]:
 def adapters_off(policy: list[torch.nn.Module]) -> Iterator[list[torch.nn.Module]]:
     """In here the policy's chunks, without DDP, are the reference: in evaluation mode, adapters off.
 
-    Raises UserError if anything else than an adapter is trained.
+    Raises UserError if anything else than an adapter is trained, or a router's bias moves.
     """
     _check_base_is_frozen(policy)
+    _check_routers_are_still(policy)
     training = [module for chunk in policy for module in chunk.modules() if module.training]
     adapters = [module for chunk in policy for module in _adapters(chunk)]
     try:
@@ -129,3 +130,23 @@ def _check_base_is_frozen(policy: list[torch.nn.Module]) -> None:
                     f"{name} is trained beside adapters, so the policy with its adapters off is no reference: freeze "
                     "it, or read the reference's scores by --dpo-reference-scores"
                 )
+
+
+def _check_routers_are_still(policy: list[torch.nn.Module]) -> None:
+    """A router's bias for an expert is a buffer, which Megatron moves at the end of a step without a gradient."""
+    for module in (module for chunk in policy for module in chunk.modules()):
+        still = "read the reference's scores by --dpo-reference-scores"
+        if getattr(module, "qb_beta", None) is not None:
+            flag = "--moe-router-load-balancing-type quantile_balancing"
+        elif (
+            getattr(module, "expert_bias", None) is not None
+            and not module.frozen_expert_bias
+            and module.config.moe_router_bias_update_rate
+        ):
+            flag, still = "--moe-router-enable-expert-bias", f"add --moe-router-bias-update-rate 0, or {still}"
+        else:
+            continue
+        raise UserError(
+            f"{flag}: each step moves the routers' biases, frozen or not, so the policy with its adapters off is no "
+            f"reference: {still}"
+        )

@@ -390,6 +390,23 @@ def test_what_is_trained_beside_adapters_is_refused(pairs):
     assert "embedding.word_embeddings.weight is trained beside adapters" in line
 
 
+MOVED = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-score-function sigmoid "
+    "--moe-router-load-balancing-type none --moe-router-enable-expert-bias --moe-router-bias-update-rate"
+)
+
+
+def test_adapters_beside_a_routers_bias_that_moves_are_refused(pairs):
+    """It would lead the policy without its adapters away from the reference. With a rate of 0 it stays."""
+    env = {"ADAPTED": "dpo_gpt_fp8.py", "SCRIPT": "tests/scripts/adapters.py"}
+    with pytest.raises(RunFailed) as failed:
+        train(pairs, "O3", *MOVED.split(), "0.05", **env)
+    (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
+    assert "--moe-router-enable-expert-bias: each step moves" in line and "--moe-router-bias-update-rate 0," in line
+    run = train(pairs, "O3", *LORA, *MOVED.split(), "0", **env)
+    assert logged(run, "dpo loss")[0] == LOG2
+
+
 @slow
 def test_an_evaluation_has_a_reference_too(pairs):
     run = train(pairs, "O3", "--split", "8,1,1", "--eval-iters", "2", "--eval-interval", "6")
