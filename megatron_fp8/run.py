@@ -200,7 +200,7 @@ class Run:
         """The chain of stock's parts, which `make` builds, and ours."""
         from .checkpoint.archive import Archive
         from .checkpoint.saves import check_saving
-        from .engine.as_found import check_linears, layers_differ
+        from .engine.as_found import check_linears, cut_off, layers_differ
         from .engine.build import build_optimizer
         from .engine.gain_lines import memory, speed
         from .engine.level_line import level_line
@@ -219,6 +219,7 @@ class Run:
         check_model(fp8.level, chunks)
         if frozen := check_linears(fp8, chunks):
             say([f"frozen by the script, without gradients and states: {ranges(frozen)}"])
+        say(cut_off(chunks))
         self.chunks, self.layers_differ = chunks, layers_differ(chunks)
         check_dispatch(fp8, chunks)
         # The chain.

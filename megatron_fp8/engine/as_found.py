@@ -7,6 +7,7 @@ All ranks learn what each has found, so all go on or all end. A linear's paramet
 import re
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import unwrap_model
 
 from ..errors import UserError
 from ..flags.config import Fp8Config
@@ -48,6 +49,29 @@ def check_linears(fp8: Fp8Config, model_chunks) -> list[str]:
             "of their weights too, True or False"
         )
     return frozen
+
+
+def cut_off(model_chunks) -> list[str]:
+    """A line if an embedding is frozen below layers that are recomputed whole and have something to train.
+
+    Megatron's checkpoint of a layer is a node of autograd's graph only if the layer's input asks for a gradient. Else
+    what stands above those layers is trained alone, and stock says nothing. A hook of the embedding may ask for it
+    (examples/lora.py); what a script's hook does is not looked at.
+    """
+    for model in map(unwrap_model, model_chunks):
+        embedding = getattr(model, "embedding", None)
+        if embedding is None or model.config.recompute_granularity != "full":
+            continue
+        asks = any(p.requires_grad for p in embedding.parameters()) or embedding._forward_hooks
+        layers = model.decoder.parameters()
+        trained = (not p.frozen if isinstance(p, OwnedParameter) else p.requires_grad for p in layers)
+        if not asks and any(trained):
+            return [
+                "the script freezes the embedding, so layers under --recompute-granularity full get no gradient: their "
+                "input asks for none; call model.embedding.register_forward_hook(lambda module, given, embedded: "
+                "embedded.requires_grad_()) before training"
+            ]
+    return []
 
 
 def layers_differ(model_chunks) -> bool:

@@ -104,6 +104,19 @@ def test_the_example_trains_layers_that_are_recomputed(level):
     kept, recomputed = (run_megatron(1, [*flags, *more], script=script, env=env) for more in ([], again))
     assert recomputed.losses == kept.losses and recomputed.grad_norms == kept.grad_norms
     assert min(kept.grad_norms) > 0
+    assert not any(CUT_OFF in line for line in recomputed.lines)
+
+
+CUT_OFF = "layers under --recompute-granularity full get no gradient"
+
+
+@pytest.mark.parametrize("base", ["all", pytest.param("bare", marks=slow)])
+def test_a_frozen_embedding_below_recomputed_layers_is_said(base):
+    """`all` has no hook that asks for the gradient; `bare` trains its embedding."""
+    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    run = train(base, "O3", *LORA, *again)
+    said = [line for line in run.lines if CUT_OFF in line]
+    assert len(said) == (base == "all") and any(run.grad_norms) == (base == "bare")
 
 
 @pytest.mark.parametrize(
