@@ -108,6 +108,7 @@ def drawn_as_grouped(num_local_experts: int, config, build=SequentialMLP, **kwar
     """Experts, which `build` makes, whose weights start as those of --moe-grouped-gemm.
 
     There the first linears of all experts are drawn before the second ones, and here expert by expert.
+    --use-cpu-initialization is left alone: the weights start as those of a run without --moe-grouped-gemm.
     """
     tracker = get_cuda_rng_tracker()
     before = tracker.get_states()
