@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8.errors import UserError
-from megatron_fp8.tuning import score_file
+from megatron_fp8.tuning import conversations, score_file
 from megatron_fp8.tuning.pairs import PreferenceDataset
 from megatron_fp8.tuning.preferences import Options, Scores, loss_of, scores
 from megatron_fp8.tuning.score_file import ScoreFile, key_of
@@ -121,7 +121,9 @@ def said(answer: str) -> list[dict]:
 
 
 @pytest.fixture
-def dataset(tmp_path):
+def dataset(monkeypatch):
+    """For a model of 128 tokens, which has all letters."""
+    monkeypatch.setattr(conversations, "get_args", lambda: SimpleNamespace(padded_vocab_size=128))
     lines = [
         {"chosen": said("xyz"), "rejected": said("w")},
         {"pairs": [{"chosen": said("x"), "rejected": said("yy")}, {"chosen": said("v" * 9), "rejected": said("u")}]},
@@ -143,6 +145,13 @@ def test_a_pair_is_two_documents_and_the_padding_is_the_second_s(dataset):
     assert counted == [1, 2, 3, 6]  # tokens that predict an answer's token; never a document's last
     assert bytes(sample["labels"][counted].tolist()) == b"xyzw"
     assert set(sample["labels"].tolist()) == {-100, *b"xyzw"}
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(dataset, monkeypatch):
+    largest = ord("z")
+    monkeypatch.setattr(conversations, "get_args", lambda: SimpleNamespace(padded_vocab_size=largest))
+    with pytest.raises(UserError, match=f"--data-path pairs.jsonl: sample 0 has token {largest}, and the model has"):
+        dataset[0]
 
 
 def test_several_pairs_share_a_sample(dataset):
