@@ -239,6 +239,9 @@ WITHOUT_MASK = When(
     "given, with --no-create-attention-mask-in-dataloader",
     lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
 )
+NO_READER = When(
+    "not given, without --reset-attention-mask", lambda value, args: bool(value) and not args.reset_attention_mask
+)
 SHARDED = When(
     "given, with --use-distributed-optimizer", lambda value, args: bool(value) and args.use_distributed_optimizer
 )
@@ -341,7 +344,7 @@ MODELOPT = "remove it, or use --fp8-level O0: ModelOpt brings its own layers"
 WITHOUT_CONTEXT = "remove it, or --context-parallel-size, or add --fp8-attention te"
 UNFUSED_CONTEXT = "use auto: Megatron's unfused attention does not support --context-parallel-size"
 BLOCKS_DRAW = "with --context-parallel-size every block of keys would drop the same elements (or --fp8-attention te)"
-UNREAD = "switched off: attention with --context-parallel-size does not read the mask, a byte for each pair of tokens"
+UNREAD = "switched off: no attention reads the data loader's mask, a byte for each pair of tokens (same result)"
 KEYS_GATHERED = "all_gather instead: keys and values are gathered, beside a rank's own block (same result)"
 FETCHED_ABOVE = 1 << 29  # bytes
 KEYS_FETCHED = (
@@ -474,7 +477,7 @@ TABLE: list[Row] = [
     *_refuse("--softmax-type", WITHOUT_CONTEXT, beside_context(other_than("vanilla"))),
     *_refuse("--window-size --reset-attention-mask", WITHOUT_CONTEXT, beside_context(GIVEN)),
     *_refuse("--attention-dropout", f"use 0: {BLOCKS_DRAW}", beside_context(GIVEN)),
-    *_adapt("--no-create-attention-mask-in-dataloader", False, UNREAD, beside_context(LEFT_ON)),
+    *_adapt("--no-create-attention-mask-in-dataloader", False, UNREAD, in_torch(NO_READER)),
     *_adapt("--cp-comm-type", ["all_gather"], KEYS_GATHERED, beside_context(ALL_TO_ALL)),
     *_note("--cp-comm-type", KEYS_FETCHED, beside_context(PEER_TO_PEER)),
     *_refuse("--cp-comm-type", "use p2p or all_gather", beside_context(NO_WAY)),
