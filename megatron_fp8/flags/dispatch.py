@@ -12,7 +12,7 @@ DISPATCH = Flag(
     "--fp8-dispatch",
     "Send rows to their experts in FP8, of half the bytes: the forward pass's in E4M3 (forward), or the gradients' in "
     "E5M2 too (both). Results come back in BF16. Changes no bit of a run. Needs --fp8-experts, --moe-grouped-gemm and "
-    "--moe-token-dispatcher-type alltoall. In no level: no GPU has run it.",
+    "--moe-token-dispatcher-type alltoall. In no level: its time was not measured.",
     one_of("forward", "both"),
 )
 
