@@ -14,6 +14,7 @@ from . import (
     reference_norm,
     reference_qkv,
     reference_statistics,
+    reference_weighted,
 )
 from .by_device import operation
 
@@ -24,6 +25,8 @@ transpose = operation(reference.transpose, "cast")
 quantize_groups = operation(reference_groups.quantize_groups, "groups")
 quantize_routed = operation(reference_groups.quantize_routed, "groups")
 spread_groups = operation(reference_groups.spread_groups, "groups")
+weighted_quantize = operation(reference_weighted.weighted_quantize, "weighted")
+weighted_backward_quantize = operation(reference_weighted.weighted_backward_quantize, "weighted")
 transpose_each = operation(reference_groups.transpose_each, "groups")
 quantize_blocks = operation(reference.quantize_blocks, "blocks")
 add_blocks = operation(reference.add_blocks, "blocks")

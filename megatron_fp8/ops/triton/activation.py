@@ -87,7 +87,7 @@ def _share(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _value(x, KIND: tl.constexpr):
+def act_value(x, KIND: tl.constexpr):
     if KIND == "squared_relu":
         x = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, this keeps NaN
         return x * x
@@ -96,7 +96,7 @@ def _value(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _value_and_slope(x, KIND: tl.constexpr):
+def act_value_and_slope(x, KIND: tl.constexpr):
     if KIND == "squared_relu":
         x = tl.where(x < 0.0, 0.0, x)
         return x * x, 2.0 * x
@@ -158,7 +158,7 @@ def _act(
     x = _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 0, GATED)
     if kept_ptr is not None:
         _keep(x, kept_ptr, kept_exponents_ptr, rows, cols, M, F, 0, GATED, zero)
-    x = _value(x, KIND)
+    x = act_value(x, KIND)
     if GATED:
         gated = _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 1, GATED)
         if kept_ptr is not None:
@@ -177,7 +177,7 @@ def _act_back(
     """
     there = (rows < M)[:, None] & (cols < F)[None, :]
     dy = tl.load(dy_ptr + rows.to(tl.int64)[:, None] * F + cols[None, :], mask=there, other=0.0).to(tl.float32)
-    value, slope = _value_and_slope(_load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 0, GATED), KIND)
+    value, slope = act_value_and_slope(_load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 0, GATED), KIND)
     dh, y = dy * slope, value
     if GATED:
         gated = _load(h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, 1, GATED)
