@@ -5,6 +5,7 @@ rows of all experts at once, each expert's with its own weight's scale, and take
 Both give what the weights, one after the other, would have done: the same amaxes, and the same sums in the same stores.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,8 +15,13 @@ from ..gemm import grouped
 from ..numerics.formats import Format, decode
 from ..numerics.scaled import ScaledTensor
 from ..ops.groups import Groups
+from ..ops.source import Payloads
 from .grad_store import GradSink
 from .owned_weight import INPUT, OwnedWeight
+
+# Padded rows that are not in memory yet: called with (format, scale (E,), rows=, columns=, amax_out=), it casts them as
+# ops.quantize_groups would.
+type Made = Callable[..., Payloads]
 
 
 class Bank:
@@ -90,16 +96,17 @@ class Bank:
         return room
 
     def cast(
-        self, x: torch.Tensor, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool
+        self, x: torch.Tensor | Made, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool
     ) -> grouped.GroupedTensor:
         """Cast x, (R, K) as given or (R', K) padded, to the format of its role. In training its amaxes count."""
         scaling = self.weights[0].casts.scaling
         assert scaling is not None
-        slots = self._slots_on(x.device)[role]
-        largest = torch.zeros(len(slots), device=x.device) if training else None
-        payload, payload_t = ops.quantize_groups(
-            x, groups, self._format(role), scaling.scale[slots], rows=rows, columns=columns, amax_out=largest
-        )
+        device = groups.counts.device
+        slots = self._slots_on(device)[role]
+        largest = torch.zeros(len(slots), device=device) if training else None
+        made = functools.partial(ops.quantize_groups, x, groups) if isinstance(x, torch.Tensor) else x
+        how = {"rows": rows, "columns": columns, "amax_out": largest}
+        payload, payload_t = made(self._format(role), scaling.scale[slots], **how)
         if largest is not None:
             scaling.amax[slots] = torch.maximum(scaling.amax[slots], largest)
         return grouped.GroupedTensor(groups, scaling.scale_inv[slots], payload, payload_t)

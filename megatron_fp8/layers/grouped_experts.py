@@ -5,30 +5,39 @@
 
 Between the products the rows are padded (ops/groups.py). What the padding holds there is undefined, and is never read:
 the casts replace it by zeros, and what is cut leaves it out. The activation function, and how the probabilities are
-multiplied in, are stock's: its MLP runs, with products of all experts in the place of its two linears.
+multiplied in, are stock's: its MLP runs, with products of all experts in the place of its two linears. But on a GPU
+SwiGLU is part of the cast that follows it, in both passes: neither its result nor its gradient is in memory in BF16
+(`Weighted`). The CPU runs stock's, which rounds more often, so that its bits stay those of experts one by one.
 
 The rows may be a ticket, which carries what they are made of in a `Box`. Codes that other ranks have sent
 (--fp8-dispatch, dispatch.py) are only padded; in the same way the gradient of the result may come. Rows of x that are
-still to be gathered (local_dispatch.py) are gathered by the cast: they never lie in memory in BF16.
+still to be gathered (local_dispatch.py) are gathered by the cast: they never lie in memory in BF16. SwiGLU's are cast.
 
 Each expert's rows are cast with its own weight's scale. So the results are those of experts that run one after the
 other, if the products are: on the CPU bit for bit (tests/cpu/test_grouped_experts.py).
 """
 
+import functools
 from types import SimpleNamespace
 
 import torch
 from megatron.core.transformer.mlp import MLP
 
+from .. import ops
 from ..engine.bank import Bank
 from ..engine.owned_weight import GRAD, INPUT
 from ..gemm import grouped
 from ..ops.groups import Groups, groups_of
+from .function import Function
+from .mlp import activation_kind
+from .parcel import ticket
 
 LOST = (
     "experts' rows, or their gradient, were changed between the dispatcher and the experts, by a hook or a wrapper; "
     "remove it, or --moe-grouped-gemm"
 )
+
+type Contents = torch.Tensor | grouped.GroupedTensor
 
 
 class Box:
@@ -38,21 +47,21 @@ class Box:
     __slots__ = "rows", "source", "ticket"
 
     def __init__(self) -> None:
-        self.rows: torch.Tensor | None = None
+        self.rows: Contents | None = None
         self.source: torch.Tensor | None = None
         self.ticket: torch.Tensor | None = None
 
-    def put(self, ticket: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the ticket. rows: (R, K) in FP8; or (T, K), of which the rows are those of `source` (R,)."""
+    def put(self, ticket: torch.Tensor, rows: Contents, source: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the ticket. rows: (R, K) in FP8; or (T, K), of which the rows are those of `source` (R,); or cast."""
         self.rows, self.source, self.ticket = rows, source, ticket
         return ticket
 
-    def on(self, ticket: torch.Tensor, rows: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+    def on(self, ticket: torch.Tensor, rows: Contents, source: torch.Tensor | None = None) -> torch.Tensor:
         """As `put`; the ticket carries the box."""
         leave_box(ticket, self)
         return self.put(ticket, rows, source)
 
-    def take(self, given: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def take(self, given: torch.Tensor) -> tuple[Contents | None, torch.Tensor | None]:
         """(Rows, source) that `given` stands for, once; (None, None) if it is no ticket.
 
         Raises RuntimeError if something on the way has replaced the ticket.
@@ -87,7 +96,9 @@ class Grouped(torch.autograd.Function):
         rows, source = (box_on(x) or Box()).take(x)
         if rows is None and x.numel() > 1 and not any(x.stride()):
             raise RuntimeError(LOST)  # a ticket without its box
-        if rows is None:
+        if isinstance(rows, grouped.GroupedTensor):
+            q = rows
+        elif rows is None:
             q = bank.cast(x, INPUT, groups, **how, training=training)
         elif source is None:
             q = bank.received(rows, INPUT, groups, **how)
@@ -106,7 +117,9 @@ class Grouped(torch.autograd.Function):
         columns, scale_inv = ctx.saved_tensors
         bank, groups, needs_dx = ctx.bank, ctx.groups, ctx.needs_input_grad[0]
         codes, _ = (None, None) if ctx.box is None else ctx.box.take(dy)
-        if codes is None:
+        if isinstance(codes, grouped.GroupedTensor):
+            q = codes
+        elif codes is None:
             q = bank.cast(dy, GRAD, groups, rows=needs_dx, columns=True, training=ctx.training)
         else:
             q = bank.received(codes, GRAD, groups, rows=needs_dx, columns=True)
@@ -133,6 +146,35 @@ class Spread(torch.autograd.Function):
         return gradient.index_select(0, ctx.place), None
 
 
+class Weighted(Function):
+    """The ticket of SwiGLU of h (R', 2F), times the probabilities (R,) as given: cast for fc2, and back for fc1.
+
+    maker: the box that fc1's product has left on h, or None if there will be no backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, h, probs, maker: Box | None, fc1: Bank, fc2: Bank, groups: Groups, training: bool):
+        ctx.save_for_backward(h, probs)
+        ctx.maker, ctx.bank, ctx.groups, ctx.training = maker, fc1, groups, training
+        made = functools.partial(ops.weighted_quantize, h, probs, groups)
+        q = fc2.cast(made, INPUT, groups, rows=True, columns=maker is not None, training=training)
+        return Box().on(ticket((groups.rows, h.shape[1] // 2), h, torch.nan), q)
+
+    @staticmethod
+    def backward(ctx, dy):
+        h, probs = ctx.saved_tensors
+        dprobs = torch.empty_like(probs, dtype=torch.float32)
+        made = functools.partial(ops.weighted_backward_quantize, dy, h, probs, ctx.groups, dprobs=dprobs)
+        q = ctx.bank.cast(made, GRAD, ctx.groups, rows=True, columns=True, training=ctx.training)
+        dh = ctx.maker.put(ticket(h.shape, h, 0.0), q)
+        return dh, dprobs.to(probs.dtype), None, None, None, None, None
+
+
+def _weighs(like: MLP, rows: torch.Tensor) -> bool:
+    """Whether the activation function is part of the casts; see the top of the file."""
+    return rows.is_cuda and activation_kind(like.config) == "swiglu" and not like.config.activation_func_fp8_input_store
+
+
 class _Linear(torch.nn.Module):
     """In the place of a linear of stock's MLP, for one pass."""
 
@@ -141,11 +183,11 @@ class _Linear(torch.nn.Module):
         self._how = how
 
     def forward(self, x):
-        bank, _, cut, _ = self._how
+        bank, *_ = self._how
         anchor, box = None, None
         if torch.is_grad_enabled():
             bank.await_gradients()
-            anchor, box = torch.zeros(0, requires_grad=True), Box() if cut else None
+            anchor, box = torch.zeros(0, requires_grad=True), Box()
         y = Grouped.apply(x, anchor, box, *self._how)
         if box is not None:
             leave_box(y, box)
@@ -161,6 +203,10 @@ def experts_together(
     """
     groups = groups_of(counts, rows.shape[0], rows.device)
     first, second = _Linear(fc1, groups, False, training), _Linear(fc2, groups, True, training)
+    if _weighs(like, rows):
+        h, _ = first(rows)
+        y, _ = second(Weighted.apply(h, probs, box_on(h), fc1, fc2, groups, training))
+        return y
     mlp = SimpleNamespace(
         config=like.config, activation_func=like.activation_func, linear_fc1=first, linear_fc2=second
     )
