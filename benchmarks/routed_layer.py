@@ -9,15 +9,17 @@ From rows that are sorted by expert to their results, and back to the rows' grad
 Qwen3-30B-A3B (128, top 8, hidden 2048, ffn 768) and like DeepSeek-V2-Lite (64, top 6, 2048, 1408), weights in E4M3,
 gradients in BF16, delayed scales.
 
-    together     layers/grouped_experts.py, as --fp8-experts --moe-grouped-gemm, with our CUTLASS kernels
-    by Triton    the same with Triton's, as without CUTLASS' library
+    fused        layers/grouped_experts.py, as --fp8-experts --moe-grouped-gemm, with our CUTLASS kernels
+    together     the same with stock's activation function, which writes BF16, and casts that read it
+    by Triton    together with Triton's, as without CUTLASS' library
     one by one   two linears an expert, as --fp8-experts alone
     BF16         torch's linears, one expert after the other, as stock's SequentialMLP
     grouped BF16 torch._grouped_mm with torch's own gradients
 
-Neither the router nor permutation is in it, which all have alike. "parts" times what `together` consists of. Each runs
-alone twice, in turns (gemm/timing.py). First the results of the FP8 systems are compared: relative difference of the
-output, the rows' gradient and the weights'. With equal and skewed counts a line says what a skewed layer takes longer.
+Neither the router nor permutation is in it, which all have alike. "parts" times what `together` and `fused`
+consist of. Each runs alone twice, in turns (gemm/timing.py). First the results of the FP8 systems are compared:
+relative difference of the output and of the gradients of the rows, the weights and the probabilities. With equal and
+skewed counts a line says what a skewed layer takes longer.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from grouped_gemm import COUNTS, MODELS, counts_of
-from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl, weighted_swiglu_back
 from stamp import commit
 from train_step import append
 
@@ -42,7 +44,7 @@ from megatron_fp8.gemm.cutlass import CUTLASS
 from megatron_fp8.gemm.cutlass_build import Unavailable
 from megatron_fp8.gemm.interface import use
 from megatron_fp8.gemm.timing import in_turns, under_load
-from megatron_fp8.layers.grouped_experts import experts_together
+from megatron_fp8.layers import grouped_experts
 from megatron_fp8.layers.linear import product
 from megatron_fp8.layers.parcel import Parcel, plan
 from megatron_fp8.numerics import E4M3, E5M2
@@ -60,7 +62,7 @@ class Layer:
     def __init__(self, experts: int, hidden: int, ffn: int, counts: torch.Tensor):
         self.host, self.counts, rows = counts.tolist(), counts.to(DEVICE), int(counts.sum())
         self.x, self.dy = (torch.randn(rows, hidden, device=DEVICE).to(BF16) for _ in range(2))
-        self.probs = torch.rand(rows, device=DEVICE)
+        self.probs = torch.rand(rows, device=DEVICE, requires_grad=True)
         self.config = SimpleNamespace(
             forward_format=E4M3, grad_format=E5M2, margin=0, gemm="fp8", weight="fp8", emulate=None, wgrad=True,
             tp_gather="bf16", tp_reduce_scatter="bf16", activations=False, keep_transpose_cache=False, level="O3",
@@ -74,7 +76,7 @@ class Layer:
             activation_func=F.silu,
             config=SimpleNamespace(
                 use_te_activation_func=False, bias_activation_fusion=True, activation_func_fp8_input_store=False,
-                gated_linear_unit=True,
+                gated_linear_unit=True, activation_func=F.silu, activation_func_clamp_value=None, glu_linear_offset=0.0,
             ),
         )  # fmt: skip
         self.exact = [[w.dense().detach().clone().requires_grad_() for w in same] for same in (self.fc1, self.fc2)]
@@ -100,13 +102,18 @@ class Layer:
     def _begin(self) -> torch.Tensor:
         for weight in (*self.fc1, *self.fc2):
             weight.sink.begin_step(1)
+        self.probs.grad = None
         return self.x.detach().requires_grad_()
 
-    def together(self) -> tuple:
+    def fused(self) -> tuple:
         x = self._begin()
-        y = experts_together(self.like, *self.banks, x, self.counts, self.probs, True)
+        y = grouped_experts.experts_together(self.like, *self.banks, x, self.counts, self.probs, True)
         y.backward(self.dy)
         return y, x.grad
+
+    def together(self) -> tuple:
+        with mock.patch.object(grouped_experts, "_weighs", lambda *_: False):
+            return self.fused()
 
     def by_triton(self) -> tuple:
         with mock.patch.object(grouped, "_kernel", lambda *types, **how: None):
@@ -157,7 +164,10 @@ class Layer:
         gated = h[:, : h.shape[1] // 2].contiguous()  # as the activation function leaves it
         act = fc2.cast(gated, 0, of, **both)
         dh = fc1.cast(h, 1, of, **both)
-        probs = torch.rand(of.rows, 1, device=DEVICE)
+        probs, dprobs = torch.rand(of.rows, 1, device=DEVICE), torch.empty(self.x.shape[0], device=DEVICE)
+        act_grad, scale = torch.randn_like(gated), torch.ones(self.counts.numel(), device=DEVICE)
+        how = {"rows": True, "columns": True, "amax_out": torch.zeros_like(scale)}
+        back = act_grad, h, self.probs.detach(), of, E5M2, scale
         into = [[w.sink.room() for w in same] for same in (self.fc1, self.fc2)]
         turned = [bank.transposed(bank.quantized()) for bank in self.banks]
         return {
@@ -167,6 +177,9 @@ class Layer:
             "cast dy": lambda: fc2.cast(self.dy, 1, of, **both),
             "cast dh": lambda: fc1.cast(h, 1, of, **both),
             "activation": lambda: weighted_bias_swiglu_impl(h, None, probs, False),
+            "activation back": lambda: weighted_swiglu_back(act_grad, h, probs),
+            "act fused": lambda: ops.weighted_quantize(h, self.probs.detach(), of, E4M3, scale, **how),
+            "back fused": lambda: ops.weighted_backward_quantize(*back, dprobs=dprobs, **how),
             "cut": lambda: self.x.new_empty(of.rows, self.x.shape[1]).index_select(0, of.place),
             "transpose fc1": lambda: fc1.transposed(fc1.quantized()),
             "transpose fc2": lambda: fc2.transposed(fc2.quantized()),
@@ -223,15 +236,18 @@ def main() -> None:
             layer = Layer(experts, hidden, ffn, counts_of(kind, experts, args.tokens * TOP[model] // experts, 1))
             y, dx = layer.one_by_one()
             dws = [store.dense().clone() for store in layer.stores]
-            y_too, dx_too = layer.together()
-            dws_too = [store.dense() for store in layer.stores]
-            offs = [off(a, b) for a, b in ((y_too, y), (dx_too, dx), *zip(dws_too, dws, strict=True))]
-            print(f"{model}, {kind}: together against one by one: " + ", ".join(f"{x:.1e}" for x in offs), flush=True)
-            del y, dx, dws, y_too, dx_too, dws_too
+            dprobs = layer.probs.grad
+            for name, call in (("together", layer.together), ("fused", layer.fused)):
+                y_too, dx_too = call()
+                dws_too = [store.dense() for store in layer.stores]
+                pairs = (y_too, y), (dx_too, dx), *zip(dws_too, dws, strict=True), (layer.probs.grad, dprobs)
+                offs = ", ".join(f"{off(a, b):.1e}" for a, b in pairs)
+                print(f"{model}, {kind}: {name} against one by one: {offs}", flush=True)
+            del y, dx, dws, dprobs, y_too, dx_too, dws_too, pairs
             if args.check:
                 continue
-            systems = {"together": layer.together, "by Triton": layer.by_triton, "one by one": layer.one_by_one}
-            systems |= {"BF16": layer.bf16, "grouped BF16": layer.grouped_bf16}
+            systems = {"fused": layer.fused, "together": layer.together, "by Triton": layer.by_triton}
+            systems |= {"one by one": layer.one_by_one, "BF16": layer.bf16, "grouped BF16": layer.grouped_bf16}
             for title, calls in ("systems", systems), ("parts", layer.parts()):
                 for call in calls.values():
                     call()
