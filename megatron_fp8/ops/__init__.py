@@ -8,6 +8,7 @@ from . import (
     reference,
     reference_activation,
     reference_attention,
+    reference_combine,
     reference_cross_entropy,
     reference_embedding,
     reference_groups,
@@ -28,6 +29,7 @@ spread_groups = operation(reference_groups.spread_groups, "groups")
 weighted_quantize = operation(reference_weighted.weighted_quantize, "weighted")
 weighted_backward_quantize = operation(reference_weighted.weighted_backward_quantize, "weighted")
 transpose_each = operation(reference_groups.transpose_each, "groups")
+combine = operation(reference_combine.combine, "combine")
 quantize_blocks = operation(reference.quantize_blocks, "blocks")
 add_blocks = operation(reference.add_blocks, "blocks")
 sum_blocks = operation(reference.sum_blocks, "blocks")

@@ -33,6 +33,7 @@ class Groups:
         source: (R',) int32, the given row that each row is, or -1 for padding.
         place: (R,) int64, where each given row lies.
         known: the counts, if the host has them.
+        table: (T, k) int32, where each of T tokens' k rows lie, if results are to be added up (reference_combine.py).
     """
 
     counts: torch.Tensor
@@ -41,20 +42,27 @@ class Groups:
     source: torch.Tensor
     place: torch.Tensor
     known: tuple[int, ...] | None
+    table: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
         """R'."""
         return self.source.numel()
 
-    def reading(self, source: torch.Tensor) -> "Groups":
+    def reading(self, source: torch.Tensor, tokens: int | None = None) -> "Groups":
         """The same groups, of rows that are given as x[source] of some x; source (R,).
+
+        tokens: the number of x's rows, if each is given as often as all others: then `table` is made, with a token's
+        rows in the order in which they are given.
 
         x must not have R' rows, which would be read as padded; no x of R or fewer rows has, with two experts or more.
         """
-        table = torch.full_like(self.source, -1)
-        table[self.place] = source.int()
-        return replace(self, source=table)
+        source = source.int()
+        read, table = torch.full_like(self.source, -1), None
+        read[self.place] = source
+        if tokens is not None:
+            table = self.place[source.argsort(stable=True)].view(tokens, -1).int()
+        return replace(self, source=read, table=table)
 
     @functools.cached_property
     def parts(self) -> list[slice]:
