@@ -13,6 +13,10 @@ The rows may be a ticket, which carries what they are made of in a `Box`. Codes 
 (--fp8-dispatch, dispatch.py) are only padded; in the same way the gradient of the result may come. Rows of x that are
 still to be gathered (local_dispatch.py) are gathered by the cast: they never lie in memory in BF16. SwiGLU's are cast.
 
+On a GPU such rows' results are not cut but added up, token by token, and so are the gradients of x's rows (`combine` in
+ops): each sum in float32, rounded once. The gradient of the sums is gathered by its cast, as x is. The CPU cuts, and
+leaves the sums to stock, for the sake of its bits.
+
 Each expert's rows are cast with its own weight's scale. So the results are those of experts that run one after the
 other, if the products are: on the CPU bit for bit (tests/cpu/test_grouped_experts.py).
 """
@@ -61,6 +65,13 @@ class Box:
         leave_box(ticket, self)
         return self.put(ticket, rows, source)
 
+    def read_by(self, groups: Groups) -> Groups:
+        """Tables for the rows, of which `groups` has those as given."""
+        if self.source is None:
+            return groups
+        assert isinstance(self.rows, torch.Tensor)
+        return groups.reading(self.source, self.rows.shape[0] if adds_up(self.rows) else None)
+
     def take(self, given: torch.Tensor) -> tuple[Contents | None, torch.Tensor | None]:
         """(Rows, source) that `given` stands for, once; (None, None) if it is no ticket.
 
@@ -86,31 +97,34 @@ def leave_box(x: torch.Tensor, box: Box) -> None:
 class Grouped(torch.autograd.Function):
     """y_e = x_e W_e^T for all experts e.
 
-    x: (R, K) as given, or (R', K) padded. y: (R, N) if `cut`, else (R', N). anchor: requires a gradient if the weights
-    do; None if there will be no backward pass. box: for dy, if that may come in FP8.
+    x: (R, K) as given, or (R', K) padded. y: if not `cut`, (R', N); else (R, N), or with a table of tokens' rows their
+    sums (T, N). anchor: requires a gradient if the weights do; None if there will be no backward pass. box: for dy, if
+    that may come in FP8.
     """
 
     @staticmethod
     def forward(ctx, x, anchor, box: Box | None, bank: Bank, groups: Groups, cut: bool, training: bool):
         how = {"rows": True, "columns": anchor is not None}
-        rows, source = (box_on(x) or Box()).take(x)
+        maker = box_on(x) or Box()
+        rows, source = maker.take(x)
         if rows is None and x.numel() > 1 and not any(x.stride()):
             raise RuntimeError(LOST)  # a ticket without its box
         if isinstance(rows, grouped.GroupedTensor):
             q = rows
-        elif rows is None:
-            q = bank.cast(x, INPUT, groups, **how, training=training)
-        elif source is None:
+        elif rows is not None and source is None:
             q = bank.received(rows, INPUT, groups, **how)
         else:
-            q = bank.cast(rows, INPUT, groups.reading(source), **how, training=training)
+            q = bank.cast(x if rows is None else rows, INPUT, groups, **how, training=training)
         w, ctx.box = bank.quantized(), box
+        ctx.maker = None if source is None or groups.table is None else maker
         y = grouped.rows(q, w, x.new_empty(groups.rows, w.each[0].payload.shape[0]), fast_accum=True)
         ctx.bank, ctx.groups, ctx.w, ctx.training = bank, groups, w, training
-        ctx.given = x.shape[0] != groups.rows
+        ctx.shape = x.shape
         if anchor is not None:
             ctx.save_for_backward(q.columns, q.scale_inv)
-        return y.index_select(0, groups.place) if cut else y
+        if not cut:
+            return y
+        return y.index_select(0, groups.place) if groups.table is None else ops.combine(y, groups.table)
 
     @staticmethod
     def backward(ctx, dy):
@@ -128,7 +142,9 @@ class Grouped(torch.autograd.Function):
             w_t = bank.transposed(ctx.w)
             dx = grouped.rows(q, w_t, dy.new_empty(groups.rows, w_t.each[0].payload.shape[0]))
         bank.take_gradients(q, grouped.GroupedTensor(groups, scale_inv, None, columns))
-        if dx is not None and ctx.given:
+        if dx is not None and ctx.maker is not None:
+            dx = ctx.maker.put(ticket(ctx.shape, dy, 0.0), ops.combine(dx, groups.table))
+        elif dx is not None and ctx.shape[0] != groups.rows:
             dx = dx.index_select(0, groups.place)
         return dx, None, None, None, None, None, None
 
@@ -170,6 +186,11 @@ class Weighted(Function):
         return dh, dprobs.to(probs.dtype), None, None, None, None, None
 
 
+def adds_up(x: torch.Tensor) -> bool:
+    """Whether experts add up the results of rows of x that are still to be gathered; see the top of the file."""
+    return x.is_cuda
+
+
 def _weighs(like: MLP, rows: torch.Tensor) -> bool:
     """Whether the activation function is part of the casts; see the top of the file."""
     return rows.is_cuda and activation_kind(like.config) == "swiglu" and not like.config.activation_func_fp8_input_store
@@ -199,10 +220,15 @@ def experts_together(
 ) -> torch.Tensor:
     """The experts' results (R, h) for rows (R, h), R > 0, of which each has counts (E,), with probabilities (R,).
 
+    If the rows are those of an x (T, h) and still to be gathered, and x `adds_up`: for each row of x the sum (T, h).
+
     like: any of the experts, for its activation function.
     """
     groups = groups_of(counts, rows.shape[0], rows.device)
-    first, second = _Linear(fc1, groups, False, training), _Linear(fc2, groups, True, training)
+    box = box_on(rows)
+    read = groups if box is None else box.read_by(groups)
+    given_back = groups if read.table is None else read  # as the gradient of the result comes
+    first, second = _Linear(fc1, read, False, training), _Linear(fc2, given_back, True, training)
     if _weighs(like, rows):
         h, _ = first(rows)
         y, _ = second(Weighted.apply(h, probs, box_on(h), fc1, fc2, groups, training))

@@ -10,9 +10,12 @@ same in each step, and a step can be recorded as a graph (engine/step_graph.py).
 
 Nor is x gathered in BF16, if the experts run together: their cast reads it row by row. Stock gathers it, sorts the
 sorted rows once more, which copies them, and does the same on the way back. Of each element of (R, h) this spares 12
-bytes of memory traffic in a forward pass, and 8 in a backward pass. The results are stock's, bit for bit
+bytes of memory traffic in a forward pass, and 8 in a backward pass. On the CPU the results are stock's, bit for bit
 (tests/cpu/test_grouped_experts.py). With --moe-permute-fusion Transformer Engine's kernels gather the rows, as in
 stock: its permutation does not say from which token a row comes.
+
+On a GPU such experts also add up each token's results, and the gradients of x's rows (grouped_experts.py). Each sum is
+rounded once. Stock's atomics round it k times, in an order that changes from run to run.
 """
 
 import torch
@@ -22,7 +25,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from ..ops import source
 from .experts import Fp8Experts
 from .function import Function
-from .grouped_experts import Box
+from .grouped_experts import Box, adds_up
 from .own_dispatcher import OwnDispatcher
 from .parcel import ticket
 
@@ -33,11 +36,14 @@ class Gathered(Function):
     @staticmethod
     def forward(ctx, x, tokens: torch.Tensor):
         flat = source.rows(x)
-        ctx.tokens, ctx.shape = tokens, x.shape
-        return Box().on(ticket((tokens.numel(), flat.shape[1]), x, torch.nan), flat, tokens)
+        ctx.tokens, ctx.shape, ctx.box = tokens, x.shape, Box()
+        return ctx.box.on(ticket((tokens.numel(), flat.shape[1]), x, torch.nan), flat, tokens)
 
     @staticmethod
     def backward(ctx, dx):
+        added, _ = ctx.box.take(dx)
+        if added is not None:
+            return added.view(ctx.shape), None
         into = dx.new_zeros(ctx.shape).view(-1, dx.shape[1])
         return into.index_add_(0, ctx.tokens, dx).view(ctx.shape), None  # as autograd does of stock's gather
 
@@ -45,15 +51,18 @@ class Gathered(Function):
 class LocalDispatcher(OwnDispatcher):
     """See the top of the file."""
 
+    _added = False  # whether the experts add up the results of the pass
+
     def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
         return tokens_per_expert
 
     def dispatch_preprocess(self, hidden_states, routing_map, probs):
         """(x (..., h), map (T, E), probabilities (T, E)) -> (rows (R, h) or their ticket, probabilities (R,))."""
-        config = self.config
+        config, self._added = self.config, False
         if config.moe_permute_fusion or config.moe_apply_probs_on_input or not self.experts.takes_tickets():
             return super().dispatch_preprocess(hidden_states, routing_map, probs)
         tokens, probs = self.permuted(hidden_states, routing_map, probs)
+        self._added = adds_up(hidden_states)
         return Gathered.apply(hidden_states, tokens), probs
 
     def token_dispatch(self, permutated_local_input_tokens, permuted_probs):
@@ -72,6 +81,10 @@ class LocalDispatcher(OwnDispatcher):
     def token_combine(self, hidden_states, *args, **kwargs):
         """The experts' rows, as they are."""
         return hidden_states
+
+    def combine_postprocess(self, hidden_states):
+        """The experts' rows (R, h), or their sums (T, h) -> (..., h)."""
+        return hidden_states.view(self.hidden_shape) if self._added else super().combine_postprocess(hidden_states)
 
 
 def keep_counts_here(model: torch.nn.Module) -> None:

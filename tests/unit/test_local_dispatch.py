@@ -13,6 +13,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from megatron_fp8.gemm import grouped
+from megatron_fp8.layers import grouped_experts, local_dispatch
 from megatron_fp8.layers.experts import Fp8Experts
 from megatron_fp8.layers.local_dispatch import LocalDispatcher
 from megatron_fp8.numerics.scaled import ScaledTensor
@@ -24,13 +25,13 @@ class Linears:
     """A bank that computes nothing: (N, K) a weight, in the places of what it is asked for."""
 
     def __init__(self, n: int, k: int):
-        self.shape, self.gradients, self.read = (n, k), 0, None
+        self.shape, self.gradients, self.read, self.read_back = (n, k), 0, None, None
 
     def await_gradients(self):
         pass
 
     def cast(self, x, role, groups, *, rows, columns, training):
-        self.read = self.read or tuple(x.shape)
+        self.read, self.read_back = self.read or tuple(x.shape), tuple(x.shape)
         codes = torch.empty(groups.rows, x.shape[1], dtype=torch.float8_e4m3fn, device=x.device)
         return grouped.GroupedTensor(groups, torch.ones(EXPERTS, device=x.device), codes, codes.t().contiguous())
 
@@ -45,7 +46,7 @@ class Linears:
         self.gradients += 1
 
 
-def one_pass(monkeypatch, together: bool = True, fused: bool = False) -> tuple[Linears, Linears]:
+def one_pass(monkeypatch, together: bool = True, fused: bool = False, added: bool = False) -> tuple[Linears, Linears]:
     config = SimpleNamespace(
         num_moe_experts=EXPERTS, moe_router_topk=TOP, moe_permute_fusion=False, moe_expert_capacity_factor=None,
         moe_pad_expert_input_to_capacity=False, moe_router_padding_for_quantization=False, cuda_graph_impl="none",
@@ -54,6 +55,8 @@ def one_pass(monkeypatch, together: bool = True, fused: bool = False) -> tuple[L
     )  # fmt: skip
     monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", object())
     monkeypatch.setattr(grouped, "rows", lambda a, weights, out, **how: out)
+    for module in (grouped_experts, local_dispatch):
+        monkeypatch.setattr(module, "adds_up", lambda x: added)
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     stock = SimpleNamespace(
         ep_group=alone, tp_group=alone, tp_ep_group=alone, num_local_experts=EXPERTS,
@@ -74,6 +77,7 @@ def one_pass(monkeypatch, together: bool = True, fused: bool = False) -> tuple[L
     rows, counts, probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(rows, probs))
     assert rows.shape == (TOKENS * TOP, HIDDEN) and counts.device.type == "meta"
     y, _ = Fp8Experts.forward(experts, rows, counts, probs)
+    assert y.shape == (TOKENS if added and together else TOKENS * TOP, HIDDEN)
     assert not together or len(asked) == 1  # it is a look at hundreds of modules
     y = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(y)))
     y.sum().backward()
@@ -101,12 +105,14 @@ def test_which_layers_have_it(flags, local):
     assert dispatchers and all(isinstance(dispatcher, LocalDispatcher) == local for dispatcher in dispatchers)
 
 
+@pytest.mark.parametrize("added", [True, False])
 @pytest.mark.parametrize("together", [True, False])
-def test_no_value_is_read(together, monkeypatch):
-    """Whether a ticket stands for the rows or not."""
-    banks = one_pass(monkeypatch, together)
+def test_no_value_is_read(together, added, monkeypatch):
+    """Whether a ticket stands for the rows or not, and whether their results are added up (as on a GPU) or not."""
+    banks = one_pass(monkeypatch, together, added=added)
     assert [bank.gradients for bank in banks] == [1, 1]
     assert banks[0].read == ((TOKENS if together else TOKENS * TOP), HIDDEN)
+    assert banks[1].read_back == (TOKENS if added and together else TOKENS * TOP, HIDDEN)
 
 
 def test_transformer_engines_permutation_gathers_the_rows(monkeypatch):
