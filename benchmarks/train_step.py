@@ -144,6 +144,11 @@ SYSTEMS = {
     "bf16-experts": System("repaired", TE_EXPERTS),
     "te-delayed-experts": System("repaired", f"{TE_FP8} --fp8-recipe delayed {TE_EXPERTS}"),
     "te-delayed-experts-padded": System("repaired", f"{TE_FP8} --fp8-recipe delayed {TE_EXPERTS} {PADDED}"),
+    "te-delayed-experts-graph": System(  # what stock can record of a layer whose experts' rows are counted by the host
+        "repaired",
+        f"{TE_FP8} --fp8-recipe delayed {TE_EXPERTS} --cuda-graph-impl transformer_engine --te-rng-tracker "
+        "--cuda-graph-modules attn moe_router moe_preprocess",
+    ),
     "te-tensorwise-experts": System("repaired", f"{TE_FP8} --fp8-recipe tensorwise {TE_EXPERTS}"),
     "te-tensorwise-experts-padded": System("repaired", f"{TE_FP8} --fp8-recipe tensorwise {TE_EXPERTS} {PADDED}"),
     "te-blockwise-experts": System("repaired", f"--fp8-format e4m3 --fp8-recipe blockwise {TE_EXPERTS} {PADDED}"),
