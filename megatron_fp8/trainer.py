@@ -25,7 +25,16 @@ from typing import Any
 from . import hooks
 from .errors import UserError, did_you_mean
 from .flags import emulate, gemm, gradients, level
-from .flags.config import ACTIVATIONS, ATTENTION, BF16_LAYERS, EXPERTS, LM_HEAD, add_fp8_arguments, config_from_args
+from .flags.config import (
+    ACTIVATIONS,
+    AS_LOADED,
+    ATTENTION,
+    BF16_LAYERS,
+    EXPERTS,
+    LM_HEAD,
+    add_fp8_arguments,
+    config_from_args,
+)
 from .flags.level import LEVEL, is_stock
 from .flags.skips import MAX_SKIPPED
 from .flags.usage import one_line_usage_errors
@@ -38,7 +47,7 @@ _FLAGS = {
     flag.name
     for flag in (*level.FLAGS, *gradients.FLAGS, *gemm.FLAGS, *emulate.FLAGS)
     if flag not in (LEVEL, gradients.HIERARCHY)
-} | {flag.name for flag in (BF16_LAYERS, LM_HEAD, EXPERTS, ACTIVATIONS, ATTENTION, MAX_SKIPPED)}
+} | {flag.name for flag in (BF16_LAYERS, LM_HEAD, EXPERTS, ACTIVATIONS, AS_LOADED, ATTENTION, MAX_SKIPPED)}
 _OF_STOCK = {"--fp8-format", "--fp8-recipe", "--fp8-margin", "--fp8-amax-history-len", "--fp8-amax-compute-algo"}
 _MICRO_BATCHES = {"grad_accum": "bf16"}  # how many a step has is the trainer's to know
 

@@ -54,7 +54,7 @@ class OneWeight:
             gemm="bf16" if emulate else "fp8", forward_format=E4M3, grad_format=E5M2, margin=0, grad_accum="fp32",
             partition="even", weight=storage, exp_avg="fp32", exp_avg_sq="fp32", wgrad=wgrad, tp_gather="bf16",
             tp_reduce_scatter="bf16", master="remainder" if storage == "fp8" else "fp32", seed=1,
-            keep_transpose_cache=False, activations=activations,
+            keep_transpose_cache=False, activations=activations, draws_masters=True,
             emulate=emulation_from_args(SimpleNamespace(fp8_emulate=emulate)),
         )  # fmt: skip
         self.weight = OwnedWeight(torch.nn.Parameter(values.clone()), config)

@@ -30,7 +30,7 @@ from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
 from ..errors import UserError
 from ..numerics.blocks import BLOCK
-from ..numerics.dither import dithered
+from ..numerics.dither import dithered, dithered_in_bf16
 from ..numerics.formats import E4M3
 from ..numerics.scaled import ScaledTensor
 from ..ops.adam import AdamHyper, adam_step
@@ -254,7 +254,8 @@ class Bucket:
         else:
             self.scaling.load(self._first + i, flat)
             scale = self.scaling.scale[self._first + i]
-            flat = dithered(flat, weight.identity, scale)
+            if weight.config.draws_masters:
+                flat = dithered(flat, weight.identity, scale)
             self.weight[start:stop] = ops.quantize(flat, E4M3, scale)
         lo, hi = self._owned(start, stop)
         if lo < hi:
@@ -324,10 +325,15 @@ class Bucket:
 
     @torch.no_grad()
     def reload_masters(self) -> None:
-        """Make masters from BF16 weights that a checkpoint has set (`load` makes those of E4M3 weights)."""
+        """Make masters from BF16 weights that a checkpoint has set (`load` makes those of E4M3 weights). All weights
+        are here, and none changes."""
         if self.scaling is None:
             for i, lo, hi in self.pieces():
-                self.encode(i, lo, hi, self.weight[self.shard][lo:hi].float())
+                weight, start, stop = self.spans[i]
+                whole, first, last = self.weight[start:stop], *(at + self.shard.start - start for at in (lo, hi))
+                drawn = weight.config.draws_masters
+                mine = dithered_in_bf16(whole, weight.identity, first, last) if drawn else whole[first:last].float()
+                self.encode(i, lo, hi, mine)
             self._changed()
 
     @torch.no_grad()

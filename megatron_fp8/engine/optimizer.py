@@ -20,6 +20,11 @@ from .borrowed import borrowed
 from .bucket import Bucket
 from .weight_set import WeightSet
 
+_DRAWN = (
+    "the weights came without optimizer state: each master is drawn among the numbers that round to its weight "
+    "(--fp8-masters-as-loaded: it is the weight)"
+)
+
 
 class Archive(Protocol):
     """Makes and loads what checkpoints hold of the engine and of the chain (checkpoint/archive.py)."""
@@ -169,5 +174,10 @@ class EngineOptimizer(MegatronOptimizer):
         return self._one
 
     def reload_model_params(self, state_dict=None) -> None:
+        """A checkpoint without optimizer state, or a trainer, has set the weights: make masters of them."""
+        self._finish_gathers()
+        drawn = any(weight.config.draws_masters for bucket in self.buckets for weight in bucket.weights)
+        if drawn and torch.distributed.get_rank() == 0:
+            print(f"[fp8] {_DRAWN}", flush=True)
         for bucket in self.buckets:
             bucket.reload_masters()

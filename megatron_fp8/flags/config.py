@@ -38,6 +38,11 @@ COMPACT = Flag(
     "Save the optimizer state in its own formats: 5 bytes a parameter at O2 and O3 instead of 12. Such a checkpoint "
     "loads only at the same level, parallel sizes and buckets; without the flag, at any level and layout.",
 )
+AS_LOADED = Flag(
+    "--fp8-masters-as-loaded",
+    "Begin masters on the numbers of the weights, as stock does. Without it each is drawn among the numbers that round "
+    "to its weight, so that small updates show at once: if weights come without optimizer state, at O3 always.",
+)
 ATTENTION = Flag(
     "--fp8-attention",
     "Which BF16 attention runs: torch's (the default), or Transformer Engine's, which must be installed.",
@@ -57,7 +62,7 @@ ALL = (
     *level.FLAGS,
     *gradients.FLAGS,
     *emulate.FLAGS,
-    *(BF16_LAYERS, LM_HEAD, EXPERTS, DISPATCH, ACTIVATIONS, COMPACT, ATTENTION),
+    *(BF16_LAYERS, LM_HEAD, EXPERTS, DISPATCH, ACTIVATIONS, COMPACT, AS_LOADED, ATTENTION),
     *gemm.FLAGS,
     *log.FLAGS,
     *sharpness.FLAGS,
@@ -90,6 +95,8 @@ class Fp8Config:
         grad_scaling: how the factor mu of grad_reduce "shared" moves.
         emulate: which GEMM operands are rounded to which formats, and when; None: no emulation.
         ckpt_compact: save optimizer state in its own formats, for this layout only.
+        draws_masters: whether masters that no file has begin on numbers drawn around their weights, at O1 and O2 those
+            of loaded weights alone; not if a run without a level emulates.
         log_interval: steps from one log of FP8 statistics to the next; 0: never.
         log_grad_snr: whether those compare the reduced gradients with an FP32 copy.
         watch: what is done about spikes; None: no watching.
@@ -137,6 +144,7 @@ class Fp8Config:
     grad_scaling: ScalingRule
     emulate: EmulationPlan | None
     ckpt_compact: bool
+    draws_masters: bool
     log_interval: int
     log_grad_snr: bool
     watch: WatchPlan | None
@@ -234,6 +242,7 @@ def config_from_args(args: Namespace, of_model: bool = True) -> Fp8Config | None
         grad_scaling=gradients.scaling_rule(args, cells["grad_reduce"]),
         emulate=emulated,
         ckpt_compact=bool(COMPACT.given(args)),
+        draws_masters=level is not None and not AS_LOADED.given(args),
         log_interval=log_interval,
         log_grad_snr=bool(log.GRAD_SNR.given(args)),
         watch=watch_from_args(args, cells["gemm"] == "fp8"),

@@ -78,7 +78,8 @@ def _load(weight: OwnedWeight, values: torch.Tensor) -> None:
     if weight.storage == "fp8":
         scale_inv = nearest(values, margin, weight.of.sharing).scale_inv
         scale = scale_inv.reciprocal()
-        values = dithered(values.flatten(), weight.identity, scale).view_as(values)
+        if weight.config.draws_masters:
+            values = dithered(values.flatten(), weight.identity, scale).view_as(values)
         payload = ops.quantize(values, E4M3, scale)
     else:
         scale = compute_scale(ops.amax(values), E4M3, margin=margin)

@@ -22,7 +22,7 @@ from megatron_runs import KEPT_ORDER, Run, run_megatron
 
 nightly = pytest.mark.slow
 STEPS = 3
-FP8_OFF = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32"
+FP8_OFF = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32 --fp8-masters-as-loaded"
 COMMON = f"""{KEPT_ORDER}
 --seq-length 64 --max-position-embeddings 64 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1
 --train-iters {STEPS} --lr-decay-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2

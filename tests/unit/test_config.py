@@ -71,6 +71,7 @@ def test_o1(parse):
         "gemm_search": False,
         "log_gemm": False,
         "fuses_rotary": True,
+        "draws_masters": True,
         "draws_grouped": False,
         "draws_fused": False,
     }
@@ -126,7 +127,7 @@ OURS = {
     "--fp8-lm-head": None,
     **{"--fp8-experts": None, "--fp8-dispatch": "both"},
     "--fp8-activations": None,
-    "--fp8-ckpt-compact": None,
+    **{"--fp8-ckpt-compact": None, "--fp8-masters-as-loaded": None},
     "--fp8-attention": "torch",
     **{"--fp8-gemm-backend": "torch", "--fp8-gemm-search": None, "--fp8-log-gemm": None},
     "--fp8-log-interval": "0",

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megatron_fp8.numerics import dither
-from megatron_fp8.numerics.dither import dithered
+from megatron_fp8.numerics.dither import dithered, dithered_in_bf16
 from megatron_fp8.numerics.formats import E4M3, decode, encode
+from megatron_fp8.numerics.master import split_bf16
 
 SCALE = torch.tensor(2.0**11)
 N = 1 << 17
@@ -98,3 +99,54 @@ def test_what_is_not_finite_stays():
         odd = torch.tensor([float("nan"), float("inf"), float("-inf")]).bfloat16()
         drawn = dithered(torch.cat([odd, given]), (7,), SCALE)
         assert drawn[0].isnan() and torch.equal(drawn[1:3], odd[1:].float()) and drawn[3:].isfinite().all()
+
+
+def whole(given, identity=(9,)):
+    return dithered_in_bf16(given, identity, 0, given.numel())
+
+
+def test_bf16_weights_show_an_update_at_once_on_average():
+    """Half an ulp of these weights is 3e-5 in the mean; without the draw less than 0.1 of 1e-6 shows."""
+    given = values().bfloat16()
+    for update in (1e-6, -1e-5):
+        moved = (whole(given) + update).bfloat16().double() - given.double()
+        assert abs(moved.mean() / update - 1) < 5 * (2**-12 / (N * abs(update))) ** 0.5
+        stood = (given.float() + update).bfloat16().double() - given.double()
+        assert abs(update) > 1e-6 or stood.mean() / update < 0.1
+
+
+def test_no_bf16_weight_moves_and_each_is_drawn_from_its_whole_cell():
+    """All 65,536 codes: to nearest with ties to even as a cast rounds, and with ties away as a remainder is kept."""
+    codes = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    drawn = whole(codes)
+    for rounded in (drawn.bfloat16(), split_bf16(drawn)[0]):
+        same = rounded.view(torch.int16) == codes.view(torch.int16)
+        assert (same | codes.isnan()).all()
+    stays = (codes == 0) | ~codes.isfinite()
+    assert ((drawn == codes.float()) | codes.isnan())[stays].all() and torch.equal(drawn.signbit(), codes.signbit())
+    assert (drawn != codes.float())[~stays].float().mean() > 0.999
+    one = whole(torch.ones(1 << 20, dtype=torch.bfloat16))
+    below, above = one[one < 1], one[one > 1]
+    assert 1 - 2**-9 < below.min() < 1 - 0.999 * 2**-9 and 1 + 0.999 * 2**-8 < above.max() < 1 + 2**-8
+    for half in (below, above):  # even in bits: as many numbers below a power of two as above it
+        assert abs(half.numel() / one.numel() - 0.5) < 0.005
+        assert abs((half.mean() - 1).abs() / (half - 1).abs().max() - 0.5) < 0.005
+
+
+def test_each_round_moves_other_bf16_weights():
+    """As test_each_round_moves_other_weights."""
+    began = given = values().bfloat16()
+    errors = []
+    for i in range(1, 11):
+        given = (whole(given, (8,)) + 1e-5).bfloat16()
+        errors.append((given.double() - began.double() - i * 1e-5).square().mean().sqrt())
+    assert 2.5 < errors[-1] / errors[0] < 4
+
+
+def test_owners_of_a_part_draw_what_the_whole_has(monkeypatch):
+    given = values().bfloat16()
+    drawn = whole(given)
+    assert not torch.equal(drawn, whole(given, (10,)))
+    monkeypatch.setattr(dither, "_AT_ONCE", 1000)
+    for first, stop in ((0, N), (128, 4992), (N - 384, N)):
+        assert torch.equal(dithered_in_bf16(given, (9,), first, stop), drawn[first:stop])

@@ -39,6 +39,7 @@ def bucket_of(group, exp_avg, exp_avg_sq, master, weight, partition="even", shap
     cells = SimpleNamespace(
         exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, master=master, weight=weight, grad_accum="fp32", gemm="fp8",
         partition=partition, forward_format=E4M3, margin=0, keep_transpose_cache=False, emulate=None, seed=1,
+        draws_masters=True,
     )  # fmt: skip
     params = [torch.nn.Parameter(torch.randn(shape).mul(size * 10**i).bfloat16()) for i, shape in enumerate(shapes)]
     weights = [OwnedWeight(param, cells) for param in params]
@@ -110,6 +111,27 @@ def test_a_bucket_takes_over_bf16_weights(group, formats):
     for kind, name in (("master", 2), ("exp_avg", 0), ("exp_avg_sq", 1)):
         assert sum(t.nbytes for t in bucket.buffers()[kind]) == BYTES[formats[name]] * bucket.numel
     assert sum(t.nbytes for t in bucket.buffers()["weight"]) == (1 if formats[3] == "fp8" else 2) * bucket.numel
+
+
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("formats", [formats for formats in FORMATS if formats[3] == "bf16"], ids="-".join)
+def test_masters_of_loaded_bf16_weights_are_drawn_around_them(group, formats, draws):
+    """No bit of a weight changes. First weights are their masters, as stock's."""
+    bucket, _ = bucket_of(group, *formats)
+    assert torch.equal(bucket.masters(), bucket.weight.float())
+    for weight in bucket.weights:
+        weight.config.draws_masters = draws
+        weight.param.data.copy_(torch.randn(weight.param.shape) * 0.02)
+    before = bucket.weight.clone()
+    bucket.reload_masters()
+    masters, kept = bucket.masters(), formats[2] in ("fp32", "remainder", "fp16")
+    assert torch.equal(bucket.weight.view(torch.int16), before.view(torch.int16))
+    for _, start, stop in bucket.spans:
+        stays = masters[start:stop] == before[start:stop].float()
+        assert stays.float().mean() < 0.2 if draws and kept else stays.all() or not kept
+    again = masters.clone()
+    bucket.reload_masters()
+    assert torch.equal(bucket.masters(), again)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)

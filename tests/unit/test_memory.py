@@ -246,7 +246,8 @@ def test_without_the_distributed_optimizer_stock_has_18_bytes_on_every_rank():
 def test_a_bucket_has_the_states_that_are_counted(how, sharded):
     """A bucket of the engine on four ranks: a row of it, or the whole."""
     shapes, at_o2 = ((48, 32), (64, 80), (4 * 48, 128)), cells("O2", partition=how, grad_accum="bf16")
-    fp8 = SimpleNamespace(**at_o2, forward_format=E4M3, margin=0, keep_transpose_cache=False, emulate=None, seed=1)
+    fp8 = SimpleNamespace(**at_o2, forward_format=E4M3, margin=0, keep_transpose_cache=False, emulate=None, seed=1,
+                          draws_masters=True)  # fmt: skip
     weights = [OwnedWeight(torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)), fp8) for shape in shapes]
     group = FakeProcessGroup._create_internal(1, 4)
     bucket = Bucket(weights, parts_of(group, fp8, sharded=sharded))
