@@ -142,7 +142,7 @@ def tables(rows: list[dict]) -> list[str]:
     for stage, parts in PARTS.items():
         lines.append(f"| {stage} | " + " | ".join(f"steps {first} to {last}" for first, last in parts) + " |")
         lines.append("|---" * (1 + len(parts)) + "|")
-        for arm in smollm2.ARMS:
+        for arm in (arm for arm in smollm2.ARMS if any(row["arm"] == arm for row in rows)):
             cells = [arm]
             for first, _ in parts:
                 part = [row for row in rows if (row["stage"], int(row["first"])) == (stage, first)]

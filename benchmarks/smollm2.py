@@ -18,7 +18,8 @@ repeated; one whose weights a later stage needs, and WORK has no more, is made a
 ended; it has no row then.
 
 The seed changes the order of the data, and the noise of rounding. Arms: the levels (O0 needs --te-path: stock has
-packed attention only through Transformer Engine) and O3 with the paper's FP16 master. Unknown flags go to Megatron.
+packed attention only through Transformer Engine), O3 with the paper's FP16 master, and O1 and O2 with masters that
+begin on the numbers of the file, as stock's do. Unknown flags go to Megatron.
 
     heldout_loss   SFT: nats a token of the answers
     accuracy       DPO, judged: share of pairs with a margin above 0, half of those at 0; `report` has Wilson's interval
@@ -61,6 +62,8 @@ ARMS = {
     "O2": "--fp8-level O2",
     "O3": "--fp8-level O3",
     "O3, FP16 master": "--fp8-level O3 --fp8-master fp16",
+    "O1, masters as loaded": "--fp8-level O1 --fp8-masters-as-loaded",
+    "O2, masters as loaded": "--fp8-level O2 --fp8-masters-as-loaded",
 }
 STAGES = "sft", "dpo", "judged"
 JUDGE = "--fp8-level O1 --fp8-gemm bf16 --skip-train --no-load-optim --no-load-rng"

@@ -16,7 +16,8 @@ from smollm2 import wilson
 
 PAGE = (ROOT / "docs/post_training.md").read_text()
 TEXT = re.sub(r"\s+", " ", PAGE).replace("**", "")
-ARMS = {"O0, stock BF16": "O0", "O1": "O1", "O2": "O2", "O3": "O3", "O3 with FP8-LM's FP16 master": "O3, FP16 master"}
+O1, O2 = (f"{level}, masters as loaded" for level in ("O1", "O2"))
+ARMS = {"O0, stock BF16": "O0", O1: O1, O2: O2, "O3": "O3", "O3 with FP8-LM's FP16 master": "O3, FP16 master"}
 
 
 def read(name: str) -> list[dict]:
@@ -74,19 +75,19 @@ def test_smollm2s_sentences_are_the_rows():
     assert f"the loss of {int(sft[4]):,} answer tokens" in TEXT and f"the share of {int(dpo[4]):,} pairs" in TEXT
     more = {arm: 100 * (mean(rows, arm, "sft", "heldout_loss") / mean(rows, "O0", "sft", "heldout_loss") - 1)
             for arm in ARMS.values()}  # fmt: skip
-    assert round(more["O1"], 2) == round(more["O2"], 2)
-    words = f"O3 ends {more['O3']:.2f} % above stock BF16, O1 and O2 {more['O2']:.2f} %, FP8-LM's master "
+    assert round(more[O1], 2) == round(more[O2], 2)
+    words = f"O3 ends {more['O3']:.2f} % above stock BF16, O1 and O2 {more[O2]:.2f} %, FP8-LM's master "
     assert f"{words}{more['O3, FP16 master']:.2f} %" in TEXT
     taken = [100 * mean(rows, "O3, FP16 master", stage, "share") for stage in ("sft", "dpo")]
     assert f"That master took {taken[0]:.0f} % of the updates" in TEXT and f"take {taken[1]:.1f} % of the upd" in TEXT
     accuracy = {arm: mean(rows, arm, "dpo", "accuracy") for arm in ARMS.values()}
     assert sorted(accuracy, key=accuracy.get)[-2:] == ["O3", "O0"]  # "every level has fewer", "O3 is the nearest"
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    assert f"O3 by {more['O3']:.2f} %, O1 and O2 by {more['O1']:.2f} %" in readme
+    assert f"O3 by {more['O3']:.2f} %, O1 and O2 by {more[O1]:.2f} %" in readme
     percent = {arm: f"{100 * share:.0f} %" for arm, share in accuracy.items()}
-    words = f"O3 has {percent['O3']} of the held-out pairs right, O1 and O2 {percent['O1']}, stock BF16 {percent['O0']}"
-    assert words in readme and percent["O1"] == percent["O2"]
-    assert f"O1 and O2 show {100 * mean(rows, 'O2', 'dpo', 'shown'):.0f} %" in TEXT
+    words = f"O3 has {percent['O3']} of the held-out pairs right, O1 and O2 {percent[O1]}, stock BF16 {percent['O0']}"
+    assert words in readme and percent[O1] == percent[O2]
+    assert f"O1 and O2 show {100 * mean(rows, O2, 'dpo', 'shown'):.0f} %" in TEXT
     assert f"and shows {100 * mean(rows, 'O3', 'dpo', 'shown'):.0f} %" in TEXT
     times = [mean(rows, "O3", "dpo", column) / mean(rows, "O0", "dpo", column) for column in ("margin", "log_ratio")]
     assert f"Its margin is {times[0]:.1f} times stock's" in TEXT and f"moved {times[1]:.1f} times as far" in TEXT
