@@ -20,7 +20,7 @@ Whether the values came in E4M3 shows in them: all are E4M3 numbers times a powe
 in BF16, one in sixteen is.
 
 A weight that is stored in BF16 is the same story with a finer ulp: the file's number is half an ulp of BF16 from both
-middles, 3e-5 for a weight of 0.02. Preference tuning at 1e-6 needs dozens of steps for that. `dithered_in_bf16` draws
+middles, 6e-5 for a weight of 0.02. Preference tuning at 1e-6 needs dozens of steps for that. `dithered_in_bf16` draws
 the 16 bits below the weight. Every bit of the weight stays, so the first loss does too.
 
 A model may go through several rounds: it is saved without masters after each, and the next one begins with the same

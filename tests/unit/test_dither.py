@@ -106,7 +106,7 @@ def whole(given, identity=(9,)):
 
 
 def test_bf16_weights_show_an_update_at_once_on_average():
-    """Half an ulp of these weights is 3e-5 in the mean; without the draw less than 0.1 of 1e-6 shows."""
+    """Half an ulp of these weights is some 4e-5; without the draw less than 0.1 of 1e-6 shows."""
     given = values().bfloat16()
     for update in (1e-6, -1e-5):
         moved = (whole(given) + update).bfloat16().double() - given.double()

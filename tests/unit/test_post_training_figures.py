@@ -87,7 +87,7 @@ def test_smollm2s_sentences_are_the_rows():
     percent = {arm: f"{100 * share:.0f} %" for arm, share in accuracy.items()}
     words = f"O3 has {percent['O3']} of the held-out pairs right, O1 and O2 {percent[O1]}, stock BF16 {percent['O0']}"
     assert words in readme and percent[O1] == percent[O2]
-    assert f"O1 and O2 show {100 * mean(rows, O2, 'dpo', 'shown'):.0f} %" in TEXT
+    assert f"O1 and O2 show {100 * mean(rows, O2, 'dpo', 'shown'):.0f} % of their masters' way, as loaded" in TEXT
     assert f"and shows {100 * mean(rows, 'O3', 'dpo', 'shown'):.0f} %" in TEXT
     times = [mean(rows, "O3", "dpo", column) / mean(rows, "O0", "dpo", column) for column in ("margin", "log_ratio")]
     assert f"Its margin is {times[0]:.1f} times stock's" in TEXT and f"moved {times[1]:.1f} times as far" in TEXT
