@@ -13,7 +13,17 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class UserError(ValueError):
-    """A flag, a file or a model that a run cannot use: one line that names flag, value and remedy."""
+    """A flag, a file or a model that a run cannot use: a line that names flag, value and remedy; a line for each of
+    several."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
+
+
+def check_all(mistakes: Iterable[str]) -> None:
+    """Raise UserError with all of the mistakes, each once; none if there is none."""
+    if found := list(dict.fromkeys(mistakes)):
+        raise UserError(*found)
 
 
 class PassingError(UserError):

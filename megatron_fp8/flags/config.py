@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import UserError
+from ..errors import UserError, check_all
 from ..numerics.auto_scaling import ScalingRule
 from ..numerics.formats import E4M3, E5M2, Format
 from . import args_file, emulate, gemm, gradients, graphs, level, log, probe, sharpness, watch
@@ -197,7 +197,7 @@ def config_from_args(args: Namespace, of_model: bool = True) -> Fp8Config | None
         None without a level and at O0: the plugin then changes nothing.
 
     Raises:
-        UserError: the first flag that the run cannot honour, in one line: flag, value, remedy.
+        UserError: Megatron's flags that the run cannot honour, a line each, or the first of ours: flag, value, remedy.
     """
     level = LEVEL.given(args)
     emulated = None if level == STOCK else emulation_from_args(args)
@@ -206,8 +206,7 @@ def config_from_args(args: Namespace, of_model: bool = True) -> Fp8Config | None
         return None
     cells = _cells(args, emulated)
     check_numbers(args)
-    for row in rows(args, REFUSED):
-        raise UserError(f"{row.shown(args)}: {row.note}")
+    check_all(f"{row.shown(args)}: {row.note}" for row in rows(args, REFUSED))
     attention = ATTENTION.given(args) or "torch"
     if attention == "te" and not installed(TE):
         raise UserError("--fp8-attention te: Transformer Engine is not installed; install it, or use torch")

@@ -41,9 +41,9 @@ class Verb(NamedTuple):
 
 @contextlib.contextmanager
 def one_line_errors(of_ranks: bool = True) -> Iterator[None]:
-    """End the process with one line on stderr and exit code 2 for a user's mistake.
+    """End the process with a line on stderr for each of a user's mistakes, and exit code 2.
 
-    of_ranks: the process may be a rank of a run; of a mistake that all ranks meet rank 0 alone prints the line.
+    of_ranks: the process may be a rank of a run; of mistakes that all ranks meet rank 0 alone prints the lines.
 
     A user's mistake is a UserError, or a check of Megatron's own that fails before the first step
     (flags/stock_errors.py). Any other exception is a bug, ours or another's, and passes through.
@@ -52,10 +52,11 @@ def one_line_errors(of_ranks: bool = True) -> Iterator[None]:
         yield
     except Exception as error:
         ours = isinstance(error, UserError)
-        message = _AROUND_IT.sub("", _IN_WORKER.sub("", str(error)).rstrip("\n")) if ours else stock_mistake(error)
-        if message is None:
+        mistake = None if ours else stock_mistake(error)
+        if not ours and mistake is None:
             raise
-        line = f"megatron_fp8: {_one_line(message)}"
+        messages = [mistake] if mistake is not None else [_bare(str(part)) for part in error.args]
+        line = "\n".join(f"megatron_fp8: {_one_line(message)}" for message in messages)
         if of_ranks and told.rank() and told.is_told(line):
             sys.exit(2)
         before = f"{traceback.format_exc()}\n" if not ours and through_callback(error) else ""
@@ -70,6 +71,11 @@ def one_line_errors(of_ranks: bool = True) -> Iterator[None]:
         if of_ranks and not told.rank():
             told.tell(line)
         sys.exit(2)
+
+
+def _bare(message: str) -> str:
+    """A UserError's line without what torch's data loader and Megatron's builders put around it."""
+    return _AROUND_IT.sub("", _IN_WORKER.sub("", message).rstrip("\n"))
 
 
 def _one_line(message: str) -> str:

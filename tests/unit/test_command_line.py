@@ -17,7 +17,7 @@ from launch import ROOT
 import megatron_fp8
 from megatron_fp8 import cli, version
 from megatron_fp8.__main__ import run_script
-from megatron_fp8.errors import UserError
+from megatron_fp8.errors import UserError, check_all
 from megatron_fp8.flags import usage as entry
 from megatron_fp8.flags.level import resolve
 from megatron_fp8.tools.lab import main as lab
@@ -46,6 +46,14 @@ def test_wrong_flags_are_one_line(capsys):
             parser.parse_args(wrong)
         assert stop.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_each_of_several_mistakes_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stop, entry.one_line_errors():
+        check_all(["--size 3: use 4", "--name a\nb: use c", "--size 3: use 4"])
+    lines = ["megatron_fp8: --size 3: use 4", r"megatron_fp8: --name a\nb: use c"]
+    assert stop.value.code == 2 and capsys.readouterr().err.splitlines() == lines
+    check_all([])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from commands import MODEL, O1, error_of
 from launch import forked
 
+from megatron_fp8.errors import UserError
 from megatron_fp8.flags import graphs
 from megatron_fp8.flags import stock as stock_flags
 from megatron_fp8.flags.config import adapt_stock_args, config_from_args
@@ -419,3 +420,10 @@ def test_stale_flags_page_is_found(tmp_path, monkeypatch):
     assert tool.main() == 0
     monkeypatch.setattr(sys, "argv", ["make_flags_doc.py", "--check"])
     assert tool.main() == 0
+
+
+def test_all_refused_flags_are_named_at_once(parse):
+    given = "--fp8-recipe blockwise", "--use-precision-aware-optimizer", "--log-max-attention-logit"
+    with pytest.raises(UserError) as refused:
+        config_from_args(parse(*O1, *" ".join(given).split()))
+    assert {line.partition(": ")[0] for line in str(refused.value).splitlines()} == set(given)

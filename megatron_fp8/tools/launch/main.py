@@ -262,7 +262,7 @@ def _check(settings: Settings, words: list[str], variables: Mapping[str, str]) -
     launch = Launch([str(settings.script)], flags, gpus, dict(variables))
     job = examine(launch, gpus)
     if job.error:
-        raise UserError(f"on {gpus} ranks: {job.error}")
+        raise UserError(*(f"on {gpus} ranks: {reason}" for reason in job.error.split("\n")))
     if job.missing:
         print(f"not on this machine: {job.missing}")
     return True

@@ -44,7 +44,7 @@ class Job:
         cells: {name: value} of the level's table; None without a level.
         level: its name; "" if the flags could not be read.
         said: the [fp8] lines of the log.
-        error: why the job would not start; or "".
+        error: why the job would not start, a line for each reason; or "".
         missing: which of its data is not here; or "".
         guessed: what was assumed; or "".
         unseen: the flags that were left out.
@@ -196,7 +196,8 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
         said = complaints.getvalue().strip().splitlines()
         job.error = said[-1] if said else f"exits while it reads its flags, with exit code {end.code}"
     except Exception as error:
-        mistake = str(error) if isinstance(error, UserError) else stock_mistake(error)
+        ours = (str(reason).replace("\n", r"\n") for reason in error.args)
+        mistake = "\n".join(ours) if isinstance(error, UserError) else stock_mistake(error)
         if mistake is None:  # not from a check of a flag: it may be our bug
             traceback.print_exc()
         job.error = mistake or " ".join(f"{type(error).__name__}: {error}".split())

@@ -74,6 +74,7 @@ def run(args: Namespace) -> int:
         raise UserError("rehearse: the command has no --fp8-level, or O0; add --fp8-level O1, O2 or O3")
     outcome = page.Outcome()
     rehearsal = None
+    quick = args.ranks or max(32, _RANKS_A_CORE * (os.cpu_count() or 1))
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as temporary:
         folder = Path(args.folder or temporary)
         if job.args is not None:
@@ -82,12 +83,13 @@ def run(args: Namespace) -> int:
                 job.flags,
                 job.args,
                 most_ranks=args.ranks or _ranks_that_fit(),
-                quick_ranks=args.ranks or max(32, _RANKS_A_CORE * (os.cpu_count() or 1)),
+                quick_ranks=quick,
                 mock_data=bool(job.missing) or job.args.mock_data,
                 all_layers=args.all_layers,
                 storage=job.cells["grad_accum"],
             )
-            _tell(f"{rehearsal.ranks} ranks on {os.cpu_count()} cores; logs in {folder}")
+            slow = ", which takes long: a smaller layout tries the same flags sooner" * (rehearsal.ranks > quick)
+            _tell(f"{rehearsal.ranks} ranks on {os.cpu_count()} cores{slow}; logs in {folder}")
             outcome = _rehearse(launch, rehearsal, folder, args.timeout)
         text = page.write(shlex.join(words), gpus, launch.gpus or args.gpus, job, rehearsal, outcome,
                           time.monotonic() - began)  # fmt: skip
@@ -97,7 +99,7 @@ def run(args: Namespace) -> int:
         if outcome.failed and not args.folder:
             print(f"\nThe end of the log of what failed:\n\n{outcome.end_of_log}")
     if job.args is None:
-        raise UserError(job.error)
+        raise UserError(*job.error.split("\n"))
     return 0 if outcome.passed and not job.error else 1
 
 

@@ -60,7 +60,7 @@ class Ran:
 def refuse(job: Job, verb: str) -> Namespace:
     """Megatron's arguments of a job whose ranks can run alone; raises UserError for another job."""
     if job.args is None:
-        raise UserError(f"{verb}: the job would not start: {job.error}")
+        raise UserError(*(f"{verb}: the job would not start: {reason}" for reason in job.error.split("\n")))
     if job.context > 1:
         raise UserError(f"{verb}: --context-parallel-size {job.context}: a rank with Transformer Engine's context "
                         "parallelism cannot run alone; remove it, or see megatron-fp8 estimate")  # fmt: skip

@@ -97,7 +97,7 @@ def _page(command, gpus, known, job: Job, rehearsal, outcome: Outcome, seconds) 
         what = "cannot be rehearsed without Transformer Engine" if here else f"would not start on {gpus} GPUs"
         yield f"The job {what}, so nothing was rehearsed:"
         yield ""
-        yield f"    {job.error}"
+        yield from (f"    {line}" for line in job.error.split("\n"))
         return
     yield from _ran(gpus, known, job, rehearsal, outcome)
     yield from _shrunk(rehearsal)
