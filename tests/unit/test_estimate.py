@@ -124,18 +124,45 @@ def test_a_whole_command_gives_the_estimate_of_its_flags(capsys, monkeypatch):
     assert os.environ.get("CHOSEN") is None
 
 
-def test_what_a_level_switches_off_is_switched_off(capsys):
-    """As in training, with its log line. Without E4M3 weights training refuses the flag, and so does this."""
-    flags = f"{MODEL} --fp8-level O3"
-    alone = call(estimate, capsys, "", flags)
+def estimates(capsys, flags: str) -> tuple[dict[str, dict], str]:
+    """({system: its estimate}, what stands on stderr)."""
     parser = argparse.ArgumentParser()
     estimate.add_arguments(parser)
-    code = estimate.run(parser.parse_args(["--", *flags.split(), "--fp8-param-gather"]))
+    assert estimate.run(parser.parse_args(["--gpus", "8", "--format", "json", "--", *flags.split()])) == 0
     said = capsys.readouterr()
-    assert (code, said.out) == alone
-    assert said.err.startswith("[fp8] --fp8-param-gather: switched off: ") and said.err.count("\n") == 1
+    return {e["system"]: e for e in json.loads(said.out)["estimates"]}, said.err
+
+
+def test_weights_gathered_in_fp8_change_transformer_engines_column_alone(capsys):
+    """A level says that it switches the flag off. Without E4M3 weights training refuses it, and so does this."""
+    flags = f"{MODEL} --fp8-level O3"
+    (without, _), (with_it, said) = (estimates(capsys, flags + more) for more in ("", " --fp8-param-gather"))
+    assert with_it["O3"] == without["O3"] and with_it["bf16"] == without["bf16"]
+    weights = sum(job_flags.workload(job_flags.parse(MODEL.split()), 8).job.linears())
+    assert without["te"]["held_gb"] - with_it["te"]["held_gb"] == pytest.approx(2 * weights / 1e9, abs=1e-5)
+    sent = "weights: linears inside"
+    assert with_it["te"][sent] == without["te"][sent] / 2 == with_it["O3"][sent]
+    assert said.startswith("[fp8] --fp8-param-gather: switched off: ") and said.count("\n") == 1
+    own, _ = estimates(capsys, f"{MODEL} --fp8-format hybrid --fp8-param-gather")
+    assert own["te"] == with_it["te"]
+    assert "TE FP8 with --fp8-param-gather: " in call(estimate, capsys, "", flags + " --fp8-param-gather")[1]
     with pytest.raises(UserError, match="--fp8-param-gather: remove it, or use --fp8-level O3"):
         call(estimate, capsys, "", f"{MODEL} --fp8-level O1 --fp8-param-gather")
+
+
+def test_gradients_of_stock_in_bf16_take_half_the_bytes(capsys):
+    """The linears' at a level are its own."""
+    flags = f"{MODEL} --fp8-level O3"
+    (wide, _), (narrow, _) = (estimates(capsys, flags + more) for more in ("", " --grad-reduce-in-bf16"))
+    for system in "bf16", "te":
+        assert narrow[system]["gb grad"] == pytest.approx(wide[system]["gb grad"] / 2)
+        for kind in "gradients: linears inside", "gradients: all else inside":
+            assert narrow[system][kind] == wide[system][kind] / 2
+    assert narrow["O3"]["gradients: linears inside"] == wide["O3"]["gradients: linears inside"]
+    assert narrow["O3"]["gradients: all else inside"] == wide["O3"]["gradients: all else inside"] / 2
+    given = job_flags.workload(job_flags.parse(MODEL.split()), 8).job
+    others = sum(given.others(0))
+    assert wide["O3"]["gb grad"] - narrow["O3"]["gb grad"] == pytest.approx(2 * others / 1e9, rel=1e-3)
 
 
 def test_megatrons_help_is_shown(capsys):
@@ -362,7 +389,6 @@ def test_a_plan_tries_every_micro_batch():
         ("--optimizer sgd", "--optimizer sgd"),
         ("--fp16", "--fp16"),
         ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer"),
-        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16"),
         ("--fp8-level O3 --fp8-bf16-layers decoder.layers.*", "--fp8-bf16-layers decoder.layers.*"),
         ("--first-last-layers-bf16", "--first-last-layers-bf16"),
         ("--fp8-level O2 --fp8-emulate E8M3", "--fp8-emulate E8M3"),
@@ -374,7 +400,6 @@ def test_a_plan_tries_every_micro_batch():
         ("--fp8-level O1 --reset-attention-mask", "--reset-attention-mask"),
         ("--fp8-level O1 --fp8-recipe tensorwise", "--fp8-recipe tensorwise"),
         ("--fp8-level O1 --no-fp8-wgrad", "--no-fp8-wgrad"),
-        ("--fp8-format hybrid --fp8-param-gather", "--fp8-param-gather"),
         ("--quick-geglu", "--quick-geglu"),
         ("--fp8-level O3 --attention-output-gate", "--attention-output-gate"),
     ],
@@ -383,6 +408,14 @@ def test_what_is_not_modelled_is_refused(given, said):
     flags = job_flags.parse([*MODEL.split(), *given.split()])
     with pytest.raises(UserError, match=re.escape(f"{said}: not modelled; ")):
         job_flags.workload(flags, 8)
+
+
+def test_all_that_is_not_modelled_is_said_at_once():
+    given = "--window-size 128,0 --quick-geglu --mtp-num-layers 1 --account-for-loss-in-pipeline-split".split()
+    with pytest.raises(UserError) as refused:
+        job_flags.workload(job_flags.parse([*MODEL.split(), *given]), 8)
+    flags = {line.split(" ")[0].rstrip(":") for line in str(refused.value).splitlines()}
+    assert flags == {word for word in given if word.startswith("--")}
 
 
 def test_a_value_at_its_default_is_not_refused():

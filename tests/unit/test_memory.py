@@ -233,6 +233,18 @@ def test_stock_owns_every_parameter_once_in_18_bytes(ranks):
         assert 6 * count <= buffers <= 6 * (count + padding)
 
 
+@pytest.mark.parametrize("in_bf16", [True, False])
+def test_stocks_gradients_have_the_type_that_megatron_gives_them(in_bf16):
+    from megatron.core.distributed.param_and_grad_buffer import group_params_for_buffers
+
+    (key,) = group_params_for_buffers([torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))], not in_bf16)
+    given = job(num_layers=3, grad_reduce_in_bf16=in_bf16)
+    (held,) = ranks_bytes(given, None)
+    for part in held.linears, held.others:
+        assert part["grad"] * 2 == part["weight"] * key.grad_dtype.itemsize
+    assert given.stock_gradient == key.grad_dtype.itemsize
+
+
 def test_without_the_distributed_optimizer_stock_has_18_bytes_on_every_rank():
     given = job(num_layers=3, data_parallel_size=4, use_distributed_optimizer=False)
     count = sum(memory.parameters(given))
@@ -511,7 +523,6 @@ def test_a_line_below_the_table_explains_the_gradients_storage(capsys):
 
 OTHER_BYTES = (  # flags that change the bytes of weights, gradients or states
     "--mtp-num-layers 1",
-    "--grad-reduce-in-bf16",
     "--use-precision-aware-optimizer",
     "--optimizer sgd",
     "--use-megatron-fsdp",

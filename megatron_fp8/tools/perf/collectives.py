@@ -5,9 +5,9 @@ rank sends (n - 1) / n of the payload. If the ring leaves the node, all its rank
 all-to-all each rank sends as much, but different data to every rank, so data for another node leaves by the rank's own
 port.
 
-    data        reduction of gradients: 4 bytes a parameter of stock's (FP32 reduce-scatter), 1 + 1/128 of our linears
-                (an all-to-all of blocks; with --fp8-grad-reduce-hierarchy inside a node, then between nodes); gather of
-                weights: 2 (BF16) or 1 (E4M3). Embeddings, head, norms: stock's 6
+    data        reduction of gradients: 4 bytes a parameter of stock's (FP32 reduce-scatter; --grad-reduce-in-bf16: 2),
+                1 + 1/128 of our linears (an all-to-all of blocks; with --fp8-grad-reduce-hierarchy inside a node, then
+                between nodes); gather of weights: 2 (BF16) or 1 (E4M3). Embeddings, head, norms: stock's 6 (4)
     tensor      with sequence parallelism, a layer and micro-batch: forward a gather and a reduce-scatter for each of
                 attention and MLP, backward the same and the gather of the linear's input once more
     pipeline    an activation forward and a gradient backward, a micro-batch and boundary
@@ -50,14 +50,15 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float, experts
     """{kind: Traffic} of data parallelism in a step. linears, others, experts: numbers of parameters on the rank."""
     found = {}
     ranks, stride = w.job.data_parallel_size, w.tensor
-    s = w.system
+    s, of_stocks = w.system, w.job.stock_gradient
+    wire = min(s.gradient_wire, of_stocks)
     if ranks > 1 and not w.job.frozen_base:
         bare = s.bare_gradients if w.overlap_reduce else 1.0
         reduce = _all_to_all if s.ours else _ring
-        found["gradients: linears"] = reduce(w, hardware, ranks, stride, s.gradient_wire * linears, bare)
+        found["gradients: linears"] = reduce(w, hardware, ranks, stride, wire * linears, bare)
         # Only our buckets are launched as they fill; stock's reductions under a level come at the end.
-        of_stock = 1.0 if s.level else bare
-        found["gradients: all else"] = _ring(w, hardware, ranks, stride, 4 * others, of_stock)
+        late = 1.0 if s.level else bare
+        found["gradients: all else"] = _ring(w, hardware, ranks, stride, of_stocks * others, late)
         bare = s.bare_weights if w.overlap_gather else 1.0
         found["weights: linears"] = _ring(w, hardware, ranks, stride, s.weight_wire * linears, bare)
         found["weights: all else"] = _ring(w, hardware, ranks, stride, 2 * others, bare)
@@ -65,10 +66,10 @@ def step(w: Workload, hardware: Hardware, linears: float, others: float, experts
     if alike > 1:
         owned, stride = w.experts_owned, w.job.expert_ranks
         bare = s.bare_gradients if w.overlap_reduce and (owned or s.level is None) else 1.0
-        reduce, wire = (_all_to_all, s.gradient_wire) if owned else (_ring, 4)
+        reduce, wire = (_all_to_all, wire) if owned else (_ring, of_stocks)
         found["gradients: experts"] = reduce(w, hardware, alike, stride, wire * experts, bare)
         bare = s.bare_weights if w.overlap_gather else 1.0
-        wire = s.weight_wire if owned else 2
+        wire = s.weight_wire if owned or s.level is None else 2
         found["weights: experts"] = _ring(w, hardware, alike, stride, wire * experts, bare)
     return found
 

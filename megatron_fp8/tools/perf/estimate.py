@@ -27,7 +27,7 @@ from .collectives import Traffic
 from .hardware import Hardware
 from .output import FORMATS, show
 from .step import Estimate, estimate
-from .systems import SYSTEMS
+from .systems import SYSTEMS, TE_GATHERS_FP8
 from .workload import Workload
 
 
@@ -124,9 +124,20 @@ def _of_experts(w: Workload) -> dict[str, Any]:
 
 
 def notes(found: Sequence[Estimate]) -> list[str]:
-    """A line for each thing that is not known about the experts in these estimates."""
-    if not any(e.workload.job.num_experts for e in found):
-        return []
+    """A line for each thing that these estimates do not know of flags and experts."""
+    lines = []
+    if any(e.workload.system is TE_GATHERS_FP8 for e in found):
+        lines.append("TE FP8 with --fp8-param-gather: memory and the gather of weights are arithmetic, the rest is as "
+                     "without it.")  # fmt: skip
+    if any(e.workload.job.grad_reduce_in_bf16 for e in found):
+        lines.append("--grad-reduce-in-bf16: stock's gradients take half the memory and the wire; the time to write "
+                     "them is that of FP32.")  # fmt: skip
+    if any(e.workload.job.num_experts for e in found):
+        lines += _notes_on_experts(found)
+    return [textwrap.fill(line, width=100) for line in lines]
+
+
+def _notes_on_experts(found: Sequence[Estimate]) -> list[str]:
     lines = [
         "Experts: each counts as getting as many tokens as the others. The cost of imbalance is not in it. Their "
         "products were measured alone, and two models of four layers on one H200. The host's time grows with a rank's "
@@ -136,7 +147,7 @@ def notes(found: Sequence[Estimate]) -> list[str]:
         lines.append("Stock BF16 with experts together: the products are torch's, the host's time is that of TE FP8.")
     if any(e.workload.experts_fp8 and not e.workload.together for e in found):
         lines.append("Experts one by one in FP8: the host's time is that of BF16.")
-    return [textwrap.fill(line, width=100) for line in lines]
+    return lines
 
 
 def write_csv(rows: Sequence[dict[str, Any]]) -> None:
@@ -178,8 +189,9 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
     row("held between steps, GB", (f"{e.held:.1f}" for e in found))
     if w.pipeline > 1:
         row("fullest stage, from 0", (str(e.stage) for e in found))
-    row("fits, GB left", (f"yes, {room:.1f}" if (room := e.room(cap_gb)) >= 0 else f"NO, {-room:.1f} over"
-                          for e in found))  # fmt: skip
+    rooms = [e.room(cap_gb) for e in found]
+    row(f"fits, GB left of {on.room(cap_gb):.1f}",
+        (f"yes, {room:.1f}" if room >= 0 else f"NO, {-room:.1f} over" for room in rooms))  # fmt: skip
     row("largest micro-batch that fits", (str(e.workload.micro_batch) if e else "none" for e in largest))
     row("tokens/s/GPU with it", (f"{e.tokens_a_second:,.0f}" if e else "" for e in largest))
     row("bound by", ("the host" if e.host_ms > e.gpu_ms else "the GPU" for e in found))

@@ -46,6 +46,10 @@ class Hardware:
     network_gb_s: float
     collective_ms: float
 
+    def room(self, cap_gb: float | None = None) -> float:
+        """GB that torch's allocator may use; cap_gb: a lower or higher limit, by hand."""
+        return self.memory_gb - self.beside_allocator_gb if cap_gb is None else cap_gb
+
     def pass_ms(self, moved: float) -> float:
         """Milliseconds to move `moved` bytes of the GPU's memory."""
         return moved / self.copy_gb_s / 1e6

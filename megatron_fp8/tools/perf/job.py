@@ -22,7 +22,8 @@ class Job:
     """A GPT and its parallel layout: Megatron's flags and the data-parallel size. Defaults are Megatron's, except for
     the distributed optimizer.
 
-    data_parallel_size includes context parallelism. dpo_reference: whether DPO's reference is on the device beside the
+    data_parallel_size includes context parallelism. grad_reduce_in_bf16: stock's gradients, as they are kept and sent.
+    dpo_reference: whether DPO's reference is on the device beside the
     policy. frozen_base: whether no parameter of these is trained, as under adapters, which are not counted.
     moe_layer_freq: one layer of so many has experts, or a number a layer, as Megatron has it. fp8_experts: whether a
     level owns routed experts. Of multi-latent attention (layers/latent.py) kv_channels and query groups say nothing.
@@ -56,6 +57,7 @@ class Job:
     pipeline_model_parallel_size: int = 1
     data_parallel_size: int = 1
     use_distributed_optimizer: bool = True
+    grad_reduce_in_bf16: bool = False
     dpo_reference: bool = False
     frozen_base: bool = False
     num_experts: int | None = None
@@ -114,6 +116,11 @@ class Job:
         by, value = getattr(self, divisor), getattr(self, number)
         if value % by:
             raise UserError(f"{flag(divisor)} {by}: does not divide {flag(number)} {value}; change one")
+
+    @property
+    def stock_gradient(self) -> float:
+        """Bytes of a gradient of stock's, in memory and between ranks."""
+        return BYTES["bf16" if self.grad_reduce_in_bf16 else "fp32"]
 
     @property
     def linear_sizes(self) -> list[tuple[int, int, bool]]:

@@ -1,6 +1,6 @@
 """Read a job's flags with Megatron's parser and the plugin's, and turn them into the cost model's Workload.
 
-Nothing is built or trained. A flag that the model does not cover is refused with one line. A flag that changes neither
+Nothing is built or trained. Each flag that the model does not cover is refused with a line. A flag that changes neither
 bytes nor time (learning rate, data, logs) passes.
 """
 
@@ -13,21 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from ...errors import UserError
+from ...errors import UserError, check_all
 from ...flags.command import job_of
 from ...flags.dispatch import OFF
 from ...flags.level import CELLS, LEVEL, is_stock
 from ...flags.numeric_checks import largest_batch
 from ...rebind import Rebound
 from .job import Job
-from .systems import System, asked_for, chosen
+from .systems import SYSTEMS, TE_GATHERS_FP8, System, asked_for, chosen
 from .workload import Workload
 
 # Flags that change weights, gradients or states and are not counted: {Megatron's argument: values that pass}.
 _NOT_COUNTED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "use_megatron_fsdp", "use_torch_fsdp2", "optimizer_cpu_offload", "mtp_num_layers", "hybrid_layer_pattern",
     "hybrid_override_pattern", "is_hybrid_model", "experimental_attention_variant", "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json", "fp16", "use_precision_aware_optimizer", "grad_reduce_in_bf16",
+    "heterogeneous_layers_config_encoded_json", "fp16", "use_precision_aware_optimizer",
     "first_last_layers_bf16", "fp8_bf16_layers", "fp8_emulate", "fp8_param_gather",
 ), ()) | {"optimizer": ("adam",), "num_distributed_optimizer_instances": ("1",)}  # fmt: skip
 # Flags that change time or activations and are not modelled. The memory report counts the gates' weights.
@@ -51,6 +51,11 @@ _UNCOUNTED = {"moe_latent_size": "latent experts"} | dict.fromkeys(
      "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "uneven stages",
 )  # fmt: skip
+# Flags that a level switches off, and what is said of the other columns.
+_TOO_SLOW = "; the other columns are without it too, and so too slow"
+_SWITCHED_OFF = {"--fp8-param-gather": ""} | dict.fromkeys(
+    ("--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"), _TOO_SLOW
+)
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # required by the parser; no cost
 
 
@@ -62,11 +67,13 @@ class Flags:
         args: what Megatron's parser returns, with the level's flags; not validated.
         level: --fp8-level, or None if it is missing or O0.
         gpus: the job's GPUs, if the launcher is given and says how many.
+        fp8_param_gather: whether Transformer Engine keeps and gathers FP8 weights; `args` of a level never say so.
     """
 
     args: Namespace
     level: str | None
     gpus: int | None = None
+    fp8_param_gather: bool = False
 
     @property
     def replica(self) -> int:
@@ -105,22 +112,30 @@ def parse(words: Sequence[str]) -> Flags:
     args.dpo_reference = tunes and not (args.dpo_reference_scores or args.dpo_score_reference)
     if args.use_checkpoint_args:
         raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
-    level = LEVEL.given(args)
+    level, gathers = LEVEL.given(args), bool(args.fp8_param_gather)
     if level is None or is_stock(level):
         level = None
     else:
         _switch_off(args)
-    return Flags(args, level, None if command.gpus == 1 else command.gpus)  # 1: no launcher, or it gives no number
+    gpus = None if command.gpus == 1 else command.gpus  # 1: no launcher, or it gives no number
+    return Flags(args, level, gpus, gathers)
 
 
 def _switch_off(args: Namespace) -> None:
-    """Apply what a level switches off and the model does not cover without a level."""
+    """Apply what a level switches off and is not modelled, with a line that says what this means for other columns."""
+    from ...flags import graphs
     from ...flags.stock import ADAPTED, rows
 
+    def say(line: str) -> None:
+        print(f"[fp8] {line}", file=sys.stderr)
+
     for row in rows(args, ADAPTED):
-        if row.flag == "--fp8-param-gather":
-            print(f"[fp8] {row.shown(args)}: {row.note}", file=sys.stderr)
+        if row.flag in _SWITCHED_OFF:
+            say(f"{row.shown(args)}: {row.note}{_SWITCHED_OFF[row.flag]}")
             row.adapt(args)
+    if args.num_experts and graphs.stock_asked(args) and (flag := graphs.inside(args)):
+        say(f"{graphs.spelling(args)}: a level has no CUDA graph with {flag}{_TOO_SLOW}")
+        args.cuda_graph_impl, args.enable_cuda_graph, args.external_cuda_graph = "none", False, False
 
 
 def workload(flags: Flags, gpus: int, system: System | str | None = None, **changes: Any) -> Workload:
@@ -131,9 +146,11 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
     """
     from ...flags import graphs
 
-    args = Namespace(**{**vars(flags.args), **changes})
+    args = Namespace(**{**vars(flags.args), "fp8_param_gather": False, **changes})
     if isinstance(system, str) or system is None:
         system = chosen(system or flags.level or ("te" if args.fp8 else "bf16"))
+    if system is SYSTEMS["te"] and flags.fp8_param_gather:
+        system = TE_GATHERS_FP8
     check_given(args, "seq_length", "micro_batch_size")
     data, tensor, context = data_parallel(args, gpus), args.tensor_model_parallel_size, args.context_parallel_size
     _refuse(args)
@@ -227,15 +244,16 @@ def uncounted(args: Namespace) -> list[str]:
 
 
 def check_counted(args: Namespace) -> None:
-    """Raise UserError if a job has a part that is not counted."""
+    """Raise UserError if a job has parts that are not counted, a line each."""
+    check_all(_mistakes(args, _NOT_COUNTED))
+
+
+def _mistakes(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """A line for each flag that is not counted or, by the table, not modelled."""
     for _, shown in _other(args, dict.fromkeys(_UNCOUNTED, ())):
-        raise UserError(f"{shown}: not modelled; give a GPT with even stages")
-    _check_modelled(args, _NOT_COUNTED)
-
-
-def _check_modelled(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> None:
+        yield f"{shown}: not modelled; give a GPT with even stages"
     for name, shown in _other(args, table):
-        raise UserError(f"{shown}: not modelled; {'use --bf16 instead' if name == 'fp16' else 'remove it'}")
+        yield f"{shown}: not modelled; {'use --bf16 instead' if name == 'fp16' else 'remove it'}"
 
 
 def _other(args: Namespace, table: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, str]]:
@@ -275,8 +293,7 @@ def check_optimizer(args: Namespace, data: int) -> None:
 
 
 def _refuse(args: Namespace) -> None:
-    check_counted(args)
-    _check_modelled(args, _NOT_MODELLED | (_EXPERTS_NOT_MODELLED if args.num_experts else {}))
+    check_all(_mistakes(args, _NOT_COUNTED | _NOT_MODELLED | (_EXPERTS_NOT_MODELLED if args.num_experts else {})))
     if not args.bf16:
         raise UserError("--bf16: missing, and FP32 is not modelled; add it")
     if not args.fp8_wgrad:

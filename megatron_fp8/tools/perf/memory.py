@@ -8,7 +8,7 @@
                         its row of each, m             master, exp_avg, exp_avg_sq
                         all                            1: the E4M3 copy of a BF16 weight that its GEMMs take
                         the largest linear's           1: a scratch buffer for W^T, shared by all layers
-    linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient
+    linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient (2: --grad-reduce-in-bf16)
     all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
     routed experts      as linears if they are owned (--fp8-experts), else as all else; R is expert data parallelism's
     --dpo-reference     the linears; all else          1 (2 with BF16 GEMMs); 2
@@ -117,10 +117,10 @@ def stock_buckets(sizes: list[int], ranks: int, sharded: bool = True) -> "list[P
     return buckets
 
 
-def stock_bytes(buckets: "list[Placement]", rank: int) -> dict[str, int]:
-    """Bytes, by kind, that the owner of row `rank` holds under stock Megatron."""
+def stock_bytes(buckets: "list[Placement]", rank: int, gradient: float = BYTES["fp32"]) -> dict[str, int]:
+    """Bytes, by kind, that the owner of row `rank` holds under stock Megatron. gradient: bytes of one."""
     whole = sum(bucket.numel for bucket in buckets)
-    held = {"weight": whole * BYTES["bf16"], "grad": whole * BYTES["fp32"]}
+    held = {"weight": whole * BYTES["bf16"], "grad": whole * gradient}
     held |= dict.fromkeys(STATES, owned(buckets, rank) * BYTES["fp32"])
     return {kind: int(size) for kind, size in held.items()}
 
@@ -173,6 +173,7 @@ def ranks_bytes(
     """
     data, sharded = job.data_parallel_size, job.use_distributed_optimizer
     states = sum(BYTES["fp32" if cells is None else cells[state]] for state in STATES)
+    gradient = job.stock_gradient
     for stage in range(job.pipeline_model_parallel_size) if stages is None else stages:
         if job.frozen_base:
             frozen = Rank(*untrained_bytes(job, stage, cells), 0, {})
@@ -187,12 +188,12 @@ def ranks_bytes(
         beside = reference_bytes(job, stage, cells) if job.dpo_reference else (0, 0)
         for rank in range(data) if ranks is None else ranks:
             row = rank if sharded else 0
-            ours = stock_bytes(linears, row) if cells is None else engine_bytes(linears, cells, sharded)
+            ours = stock_bytes(linears, row, gradient) if cells is None else engine_bytes(linears, cells, sharded)
             used = owned(linears, row) if sharded else sum(sizes)
-            all_else = stock_bytes(others, row)
+            all_else = stock_bytes(others, row, gradient)
             routed: dict[str, int] = {}
             if experts and owned_experts is None:
-                routed = stock_bytes(of_experts, rank * alike // data if sharded else 0)
+                routed = stock_bytes(of_experts, rank * alike // data if sharded else 0, gradient)
             elif experts and owned_experts is not None:
                 routed = engine_bytes(of_experts, owned_experts, sharded)  # linears and experts share the scratch
                 routed[SCRATCH] = max(0, routed[SCRATCH] - ours[SCRATCH])

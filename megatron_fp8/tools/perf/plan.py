@@ -192,7 +192,8 @@ def why(e: Estimate, winner: Estimate) -> str:
 def _table(
     ranked: list[Candidate], lost: list[Candidate], args: Namespace, on: Hardware, mine: Layout, top: int
 ) -> Iterator[str]:
-    yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit, {len(lost)} do not"
+    room = f"{on.room(args.cap_gb):.1f} GB (10^9 bytes)"
+    yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit in {room}, {len(lost)} do not"
     yield ""
     if ranked:
         days = f" days for {args.tokens:.3g} tokens |" if args.tokens else ""

@@ -79,9 +79,7 @@ class Estimate:
 
     def room(self, cap_gb: float | None = None) -> float:
         """GB left on a GPU, or under a cap on the allocator; negative if the job does not fit."""
-        if cap_gb is not None:
-            return cap_gb - self.peak
-        return self.hardware.memory_gb - self.hardware.beside_allocator_gb - self.peak
+        return self.hardware.room(cap_gb) - self.peak
 
     def days(self, tokens: float) -> float:
         return tokens / (self.tokens_a_second * self.workload.gpus) / 86400

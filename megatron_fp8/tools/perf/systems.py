@@ -120,6 +120,9 @@ _PAPER = replace(
     keeps_wgrads=False, state=15, add=7,
 )  # fmt: skip
 
+# --fp8-param-gather: Transformer Engine keeps E4M3 and its transpose in place of BF16, and gathers E4M3. Arithmetic.
+TE_GATHERS_FP8 = replace(_TE, weight_copies=0, weight_wire=1)
+
 SYSTEMS = {system.name: system for system in (_BF16, _TE, _O1, _O2, _O3)}
 PAPERS = {"BF16": _BF16, "TE FP8": _TE, "FP8-LM": _PAPER}
 UNREPAIRED_SPLIT = 19.6  # bytes of `qkv` if Megatron's stale import makes TE concatenate (benchmarks/README.md)
