@@ -8,25 +8,25 @@ which package; `megatron-fp8 doctor` lists the installed ones.
 import sys
 from importlib.util import find_spec
 
-# {module: (requirement for pip, purpose)}
+# {module: requirement for pip}, and who needs it
 PACKAGES = {
-    "cutlass_library": ("nvidia-cutlass==4.2.*", "megatron-fp8 build"),
-    "matplotlib": ("matplotlib", "--figure and the lab's reports"),
-    "rich": ("rich", "tables in colour on a terminal"),
-    "safetensors": ("safetensors", "megatron-fp8 convert"),
-    "pydantic": ("pydantic>=2", "megatron-fp8 convert"),
-    "scipy": ("scipy", "the lab's reports, --fp8-sharpness-iterations"),
-    "transformers": ("transformers", "--tokenizer-type, except SentencePiece's, TikTokenizer and NullTokenizer"),
-    "sentencepiece": ("sentencepiece", "--tokenizer-type SentencePieceTokenizer, Llama2Tokenizer"),
-    "tiktoken": ("tiktoken", "--tokenizer-type TikTokenizer"),
-    "pynvml": ("nvidia-ml-py", "--log-straggler, --log-energy"),
-    "tensorboard": ("tensorboard", "--tensorboard-dir, which writes nothing without it"),
-    "wandb": ("wandb", "--wandb-project"),
-    "nvidia_resiliency_ext": ("nvidia-resiliency-ext==0.6.0", "--enable-ft-package, --non-persistent-ckpt-type local"),
-    "multistorageclient": ("multi-storage-client~=0.50", "msc:// paths"),
-    "boto3": ("boto3", "s3:// paths of data"),
-    "einops": ("einops~=0.8", "--use-megatron-fsdp"),
-    "emerging_optimizers": ("emerging_optimizers", "--optimizer muon and similar ones"),
+    "cutlass_library": "nvidia-cutlass==4.2.*",  # megatron-fp8 build
+    "matplotlib": "matplotlib",  # --figure and the lab's reports
+    "rich": "rich",  # tables in colour on a terminal
+    "safetensors": "safetensors",  # megatron-fp8 convert
+    "pydantic": "pydantic>=2",  # megatron-fp8 convert
+    "scipy": "scipy",  # the lab's reports, --fp8-sharpness-iterations
+    "transformers": "transformers",  # --tokenizer-type, except SentencePiece's, TikTokenizer and NullTokenizer
+    "sentencepiece": "sentencepiece",  # --tokenizer-type SentencePieceTokenizer, Llama2Tokenizer
+    "tiktoken": "tiktoken",  # --tokenizer-type TikTokenizer
+    "pynvml": "nvidia-ml-py",  # --log-straggler, --log-energy
+    "tensorboard": "tensorboard",  # --tensorboard-dir, which writes nothing without it
+    "wandb": "wandb",  # --wandb-project
+    "nvidia_resiliency_ext": "nvidia-resiliency-ext==0.6.0",  # --enable-ft-package, --non-persistent-ckpt-type local
+    "multistorageclient": "multi-storage-client~=0.50",  # msc:// paths
+    "boto3": "boto3",  # s3:// paths of data
+    "einops": "einops~=0.8",  # --use-megatron-fsdp
+    "emerging_optimizers": "emerging_optimizers",  # --optimizer muon and similar ones
 }
 
 
@@ -40,7 +40,7 @@ def installed(module: str) -> bool:
 
 def how_to_install(module: str) -> str:
     """The shell command that installs the package."""
-    requirement = PACKAGES[module][0]
+    requirement = PACKAGES[module]
     quoted = f"'{requirement}'" if set(requirement) & set("=<>~*[") else requirement
     return f"pip install {quoted}"
 

@@ -30,7 +30,7 @@ def test_versions_are_pyprojects_and_megatrons():
     wanted = dict(map(named, importlib.metadata.requires("megatron-core")))
     wanted |= dict(map(named, [one for extra in ours.values() for one in extra]))
     compared = 0
-    for requirement, _ in PACKAGES.values():
+    for requirement in PACKAGES.values():
         name, bounds = named(requirement)
         if name in wanted:
             compared += 1
