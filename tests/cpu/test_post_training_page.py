@@ -22,9 +22,10 @@ SMALL = {"LENGTH": "256", "BATCH": "4", "STEPS": "6", "LOG": "1", "RATE": "1e-3"
 
 @pytest.mark.slow
 def test_every_command_runs(tmp_path):
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
     before = write_llama(tmp_path / "hf")
-    (tmp_path / "hf/tokenizer.json").write_text("{}")
+    for file in "tokenizer.json", "generation_config.json":
+        (tmp_path / "hf" / file).write_text("{}")
     script = "set -e\n" + "\n".join(f"echo '== {number}'\n{block}" for number, block in enumerate(BLOCKS))
     bins = os.pathsep.join([str(ROOT / ".venv/bin"), str(os.path.dirname(sys.executable)), os.environ["PATH"]])
     env = {**os.environ, **SMALL, "HF": str(tmp_path / "hf"), "OUT": str(tmp_path / "out"), "PATH": bins,
@@ -45,11 +46,13 @@ def test_every_command_runs(tmp_path):
     assert of_adapters[0] == pytest.approx(sft[0], abs=1e-2) and of_adapters[-1] < of_adapters[0], of_adapters
     assert re.search(r"--merge-adapters: 4 kinds of linears; [\d.]+ % of the change", adapted)
     assert (tmp_path / "out/lora-hf/model.safetensors").is_file()
+    for folder in "hf", "lora-hf":
+        assert all((tmp_path / "out" / folder / file).is_file() for file in ("tokenizer.json", "generation_config.json"))
     config = json.loads((tmp_path / "out/hf/config.json").read_text())
     assert config["quantization_config"]["format"] == "float-quantized" and config["vocab_size"] == 259
     after = load_file(tmp_path / "out/hf/model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
-    assert after[name].dtype == torch.float8_e4m3fn and (tmp_path / "out/hf/tokenizer.json").is_file()
+    assert after[name].dtype == torch.float8_e4m3fn
     values = after[name].float() * after[f"{name}_scale"].float()
     apart = (values - before[name].float()).norm() / before[name].float().norm()
     assert 1e-3 < apart < 0.5

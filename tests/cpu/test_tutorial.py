@@ -32,7 +32,7 @@ def test_every_command_runs(tmp_path):
     assert "TP 2, PP 1 (as given)" in planned and "the fastest" in planned
     assert re.search(r"Slower layouts that fit and are not shown: \d+ [(]--all", planned)
     assert "Rehearsal: " in rehearsed and "FAILED" not in rehearsed and "Nothing that could be seen here" in rehearsed
-    assert "loss: largest, mean difference" in compared and (tmp_path / "loss.svg").stat().st_size > 1000
+    assert "loss: largest, mean difference" in compared
     assert re.search(r"fits, GB left .* yes, [\d.]+\n", launched)
     assert "--global-batch-size 512" in launched and "gpt-7b.sbatch" in launched
     assert (tmp_path / "runs/gpt-7b/gpt-7b.sbatch").is_file()
