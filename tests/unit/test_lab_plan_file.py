@@ -4,6 +4,7 @@ import re
 
 import pytest
 from lab_runs import PLAN
+from launch import ROOT
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.tools.lab.sweep.plan_file import MOST_RUNS, SweepPlan, flag_value, read_plan
@@ -136,3 +137,12 @@ def test_the_largest_plan_is_read(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(f"command: t.py --lr 1\nsteps: 1\nseeds: {MOST_RUNS}\narms: {{a: ''}}\n")
     assert len(read_plan(path).runs()) == MOST_RUNS
+
+
+def test_every_shipped_plan_can_be_read():
+    """docs/lab.md says how many runs the first experiment has."""
+    plans = {path.stem: read_plan(path) for path in (ROOT / "configs/lab").glob("*.yaml")}
+    assert all(plan.runs() for plan in plans.values())
+    first = plans["first"].runs()
+    assert len(first) == 9 and "nine runs of a tiny GPT" in (ROOT / "docs/lab.md").read_text()
+    assert not any("data/" in " ".join(run.command) for run in first)  # it needs no file
