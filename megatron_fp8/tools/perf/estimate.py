@@ -66,7 +66,7 @@ def run(args: Namespace) -> int:
     else:
         show("\n".join(table(found, args.cap_gb, args.tokens)), args.format)
         weights, activations = job_flags.megatrons_memory(flags, found[0].workload)
-        for note in notes(found):
+        for note in [*_left_out(flags.left_out), *notes(found)]:
             print(f"\n{note}")
         print(f"\nMegatron's own theory of stock BF16: {weights:.1f} GB of weights and optimizer, {activations:.1f} of "
               f"activations.\n{validation.line()}")  # fmt: skip
@@ -135,6 +135,11 @@ def notes(found: Sequence[Estimate]) -> list[str]:
     if any(e.workload.job.num_experts for e in found):
         lines += _notes_on_experts(found)
     return [textwrap.fill(line, width=100) for line in lines]
+
+
+def _left_out(flags: Sequence[str]) -> list[str]:
+    line = f"The level switches off {', '.join(flags)}. All columns are without; stock and TE may be faster with it."
+    return [textwrap.fill(line, width=100)] if flags else []
 
 
 def _notes_on_experts(found: Sequence[Estimate]) -> list[str]:

@@ -51,11 +51,10 @@ _UNCOUNTED = {"moe_latent_size": "latent experts"} | dict.fromkeys(
      "account_for_loss_in_pipeline_split", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
     "uneven stages",
 )  # fmt: skip
-# Flags that a level switches off, and what is said of the other columns.
-_TOO_SLOW = "; the other columns are without it too, and so too slow"
-_SWITCHED_OFF = {"--fp8-param-gather": ""} | dict.fromkeys(
-    ("--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"), _TOO_SLOW
-)
+# Flags that a level switches off and that are not modelled in other columns, except for the first.
+_SWITCHED_OFF = (
+    "--fp8-param-gather", "--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute",
+)  # fmt: skip
 _NEVER_MIND = "--eval-interval 1000 --train-iters 1 --lr 1e-4 --mock-data".split()  # required by the parser; no cost
 
 
@@ -68,12 +67,14 @@ class Flags:
         level: --fp8-level, or None if it is missing or O0.
         gpus: the job's GPUs, if the launcher is given and says how many.
         fp8_param_gather: whether Transformer Engine keeps and gathers FP8 weights; `args` of a level never say so.
+        left_out: flags that the level switches off, and that no other column has.
     """
 
     args: Namespace
     level: str | None
     gpus: int | None = None
     fp8_param_gather: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def replica(self) -> int:
@@ -113,28 +114,26 @@ def parse(words: Sequence[str]) -> Flags:
     if args.use_checkpoint_args:
         raise UserError("--use-checkpoint-args: the sizes are in a checkpoint; give them as flags instead")
     level, gathers = LEVEL.given(args), bool(args.fp8_param_gather)
-    if level is None or is_stock(level):
-        level = None
-    else:
-        _switch_off(args)
+    level = None if level is None or is_stock(level) else level
+    left_out = tuple(_switched_off(args)) if level else ()
     gpus = None if command.gpus == 1 else command.gpus  # 1: no launcher, or it gives no number
-    return Flags(args, level, gpus, gathers)
+    return Flags(args, level, gpus, gathers, left_out)
 
 
-def _switch_off(args: Namespace) -> None:
-    """Apply what a level switches off and is not modelled, with a line that says what this means for other columns."""
+def _switched_off(args: Namespace) -> Iterator[str]:
+    """Apply what a level switches off and is not modelled, with a line each. Yields the flags that no column has."""
     from ...flags import graphs
     from ...flags.stock import ADAPTED, rows
 
-    def say(line: str) -> None:
-        print(f"[fp8] {line}", file=sys.stderr)
-
     for row in rows(args, ADAPTED):
         if row.flag in _SWITCHED_OFF:
-            say(f"{row.shown(args)}: {row.note}{_SWITCHED_OFF[row.flag]}")
+            print(f"[fp8] {row.shown(args)}: {row.note}", file=sys.stderr)
             row.adapt(args)
+            if row.flag != "--fp8-param-gather":
+                yield row.flag
     if args.num_experts and graphs.stock_asked(args) and (flag := graphs.inside(args)):
-        say(f"{graphs.spelling(args)}: a level has no CUDA graph with {flag}{_TOO_SLOW}")
+        print(f"[fp8] {graphs.spelling(args)}: no CUDA graph with {flag}", file=sys.stderr)
+        yield graphs.spelling(args)
         args.cuda_graph_impl, args.enable_cuda_graph, args.external_cuda_graph = "none", False, False
 
 
