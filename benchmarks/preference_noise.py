@@ -1,12 +1,13 @@
 """How much of an answer's log-ratio is FP8's rounding: from the logs of DPO, or from pairs scored twice.
 
-    python benchmarks/preference_noise.py logs --work runs/smollm2 --csv FILE
+    python benchmarks/preference_noise.py logs --work runs/smollm2 --runs RUNS --csv FILE
     python benchmarks/preference_noise.py score --inputs IN/0 IN/1 --lines 4 --arms BF16 O1 O3
 
 `logs` reads the logs that `smollm2.py run` left in WORK. It prints means over parts of the runs. Of DPO: an answer's
 mean absolute log-ratio, nats, and the share of right pairs; each step has its own batch. DPO begins at zero with equal
 models. So as long as half of the pairs are right, the log-ratio is noise. Of SFT: the loss less O0's of the same seed,
-which has the same batches.
+which has the same batches. A row's GPU, versions, commit and date are those of its run, from RUNS, the CSV that
+`smollm2.py run` wrote.
 
 `score` needs no training. IN/0 and IN/1 are what `smollm2.py build` makes. Each arm scores the same held-out pairs
 twice, with dpo_gpt_fp8.py --dpo-score-reference: with the model's weights, and with all linears' weights moved by
@@ -61,8 +62,10 @@ PARTS = {  # steps; the rate rises until step 21 of SFT, and 35 of DPO
     "dpo": ((4, 20), (21, 36), (90, 110), (200, 220), (340, 357)),
 }
 LOGGED = {"loss": "{task} loss", "log_ratio": "abs log-ratio", "accuracy": "accuracy"}
-LOG_COLUMNS = ["arm", "seed", "stage", "first", "last", *LOGGED]
-COLUMNS = ["arm", "step", "lines", "flags", "answers", "answer", "a token", "margin", "log p"]
+STAMP = ["gpu", "torch", "commit", "date"]
+LOG_COLUMNS = [*STAMP, "arm", "seed", "stage", "first", "last", *LOGGED]
+MEANS = ["answer", "a token", "margin", "log p"]
+COLUMNS = [*STAMP, "arm", "step", "lines", "flags", "answers", *MEANS]
 
 
 def moved_model(folder: Path, out: Path, step: float, seed: int) -> None:
@@ -159,11 +162,16 @@ def tables(rows: list[dict]) -> list[str]:
 
 
 def read_logs(args: argparse.Namespace) -> None:
-    rows = []
+    rows, runs = [], smollm2.read(args.runs) if args.csv else []
+    made = {(row["arm"], row["seed"], row["stage"]): {name: row[name] for name in STAMP} for row in runs}
     for arm in smollm2.ARMS:
         for log in sorted(args.work.glob(f"{smollm2.folder_of(arm)}_[0-9]*/*.log")):
             if log.stem in PARTS:
                 where = {"arm": arm, "seed": log.parent.name.rpartition("_")[2]}
+                if args.csv:
+                    if (key := (arm, where["seed"], log.stem)) not in made:
+                        raise ValueError(f"--runs {args.runs}: has no row of {log}; name the CSV of these runs")
+                    where |= made[key]
                 rows += [where | part for part in parts_of(log.read_text(errors="replace"), log.stem)]
     print("\n".join(tables(rows)))
     if args.csv:
@@ -192,12 +200,12 @@ def measure(args: argparse.Namespace) -> None:
             print(f"{arm}: {error}"[-2500:], flush=True)
             continue
         row = compared(one, other, tokens)
-        said = " | ".join(f"{row[name]:.4f}" for name in COLUMNS[5:])
+        said = " | ".join(f"{row[name]:.4f}" for name in MEANS)
         print(f"| {arm} | {len(one)} | {said} |", flush=True)
         print(f"{arm}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         if args.csv:
-            row |= {"arm": arm, "step": f"{args.step:g}", "lines": len(lines), "flags": " ".join(args.extra),
-                    "answers": len(one)}  # fmt: skip
+            row |= train_step.stamp() | {"arm": arm, "step": f"{args.step:g}", "lines": len(lines)}
+            row |= {"flags": " ".join(args.extra), "answers": len(one)}
             train_step.append(str(args.csv), COLUMNS, [row])
 
 
@@ -206,6 +214,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verb = verbs.add_parser("logs", help="read DPO's logs")
     verb.add_argument("--work", type=Path, default=Path("runs/smollm2"), help="that of smollm2.py run")
+    verb.add_argument("--runs", type=Path, help="what smollm2.py run wrote as its --csv; --csv needs it")
     verb.add_argument("--csv", type=Path)
     verb = verbs.add_parser("score", help="score pairs with two models that are nearly equal")
     verb.add_argument("--inputs", type=Path, nargs="+", required=True, help="the folders that smollm2.py made")
@@ -220,6 +229,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args, args.extra = parser.parse_known_args(argv)
     if args.verb == "logs" and args.extra:
         parser.error(f"unrecognized arguments: {' '.join(args.extra)}")
+    if args.verb == "logs" and args.csv and not args.runs:
+        parser.error("--csv: the rows' GPU and commit are in another file; add --runs, the CSV of smollm2.py run")
     return args
 
 

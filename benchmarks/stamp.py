@@ -5,6 +5,7 @@ the code beside it, and `commit` names that code. The tools (launch.py, ...) are
 """
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -18,3 +19,10 @@ def commit() -> str:
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--match="]
     git = subprocess.run(command, capture_output=True, text=True)
     return os.environ.get("COMMIT") or git.stdout.strip() or "unknown"
+
+
+def cpu() -> str:
+    """The CPU's kind, for rows that no GPU made."""
+    import torch
+
+    return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"

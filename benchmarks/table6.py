@@ -27,16 +27,14 @@ loses changes below 2^-20 of a weight, 2e-8.  Half the rate shifts the table by 
 import argparse
 import csv
 import math
-import platform
 import sys
 from itertools import product
 from pathlib import Path
 
-from stamp import ROOT
+from stamp import ROOT, cpu
 
 # isort: split
 import prepare_data
-import torch
 from demo import MODEL, STOCK_ONLY
 from launch import RunFailed, parse_step, parse_validation, torchrun
 from train_step import stamp
@@ -93,10 +91,6 @@ def train(key: Key, args) -> Curve:
     return [step.loss for step in map(parse_step, lines) if step], heldout[0]
 
 
-def machine() -> str:
-    return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"
-
-
 def read(path: Path, steps: int) -> dict[Key, Curve]:
     """The finished runs of this number of steps."""
     runs: dict[Key, Curve] = {}
@@ -120,7 +114,7 @@ def write(path: Path, key: Key, steps: int, curve: Curve) -> None:
             writer.writerow(["commit", "machine", "steps", "arm", "lr", "seed", "step", "loss", "heldout"])
         for i, loss in enumerate(losses, 1):
             last = f"{heldout:.6f}" if i == len(losses) else ""
-            writer.writerow([stamp()["commit"], machine(), steps, *key, i, f"{loss:.6f}", last])
+            writer.writerow([stamp()["commit"], cpu(), steps, *key, i, f"{loss:.6f}", last])
 
 
 def distance(runs: dict[Key, Curve], key: Key) -> float:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from stamp import commit
+from stamp import commit, cpu
 
 # isort: split
 from launch import RunFailed, torchrun
@@ -255,10 +255,10 @@ def read(log: str, warmup: int) -> dict:
 
 
 def stamp() -> dict:
-    """The GPU, versions and commit of a measurement."""
+    """The GPU, or the CPU if there is none, versions and commit of a measurement."""
     import torch
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else cpu()
     date = datetime.date.today().isoformat()
     return {"gpu": gpu, "torch": torch.__version__, "commit": commit(), "date": date}
 

@@ -22,6 +22,7 @@ from megatron_fp8.numerics.scaling import power_of_two_scale
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import preference_noise
 import smollm2
+import train_step
 
 
 def test_linears_move_by_the_step_on_average(tmp_path):
@@ -60,13 +61,26 @@ def test_logs_give_the_means_of_whole_parts(tmp_path, capsys):
                 cells = " | ".join(f"{name}: {value:.6E}" for name, value in logged.items())
                 lines.append(f" [x] iteration {i + 1:8}/ 357 | {cells} | number of skipped iterations: 0 |")
             (folder / f"{stage}.log").write_text("\n".join(lines))
-    out = tmp_path / "x.csv"
-    preference_noise.read_logs(preference_noise.arguments(["logs", "--work", str(tmp_path), "--csv", str(out)]))
+    out, runs = tmp_path / "x.csv", tmp_path / "runs.csv"
+    words = ["logs", "--work", str(tmp_path), "--csv", str(out), "--runs", str(runs)]
+    with pytest.raises(SystemExit):
+        preference_noise.arguments(words[:-2])
+    assert capsys.readouterr().err.endswith("add --runs, the CSV of smollm2.py run\n")
+    made = [{"gpu": "H", "torch": "2", "commit": f"{arm} {seed} {stage}", "date": "now", "arm": arm, "seed": seed,
+             "stage": stage} for arm in smollm2.ARMS for seed in (1, 2) for stage in ("sft", "dpo")]  # fmt: skip
+    (lacking,) = (row for row in made if row["commit"] == "O3, FP16 master 2 dpo")
+    train_step.append(str(runs), smollm2.COLUMNS, [row for row in made if row is not lacking])
+    with pytest.raises(ValueError, match=r"runs\.csv: has no row of .*O3_FP16_master_2/dpo\.log; name the"):
+        preference_noise.read_logs(preference_noise.arguments(words))
+    train_step.append(str(runs), smollm2.COLUMNS, [lacking])
+    preference_noise.read_logs(preference_noise.arguments(words))
     with out.open(newline="") as file:
         rows = {(row["arm"], row["seed"], row["stage"], row["first"]): row for row in csv.DictReader(file)}
     assert {key[1:] for key in rows} == {("1", "sft", "4"), ("1", "sft", "11"), ("1", "sft", "22"), ("1", "dpo", "4"),
                                          ("1", "dpo", "21"), *[("2", *key) for key in (("sft", "4"), ("sft", "11"),
                                          ("dpo", "4"))]}  # fmt: skip
+    assert all((row["gpu"], row["commit"]) == ("H", f"{arm} {seed} {stage}")
+               for (arm, seed, stage, _), row in rows.items())  # fmt: skip
     row, mine = rows["O3, FP16 master", "1", "dpo", "21"], values["O3_FP16_master", 1][:, 20:36].mean(1)
     assert [float(row[name]) for name in ("loss", "log_ratio", "accuracy")] == pytest.approx(mine, abs=1e-4)
     said = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
@@ -83,6 +97,7 @@ def test_the_pages_tables_are_the_rows():
     with (ROOT / "benchmarks/results/smollm2_noise.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 5 * 3 * 2 * 5
+    assert {(row["gpu"], row["commit"]) for row in rows} == {("NVIDIA H100 80GB HBM3", "d72279f")}
     page = (ROOT / "docs/post_training.md").read_text()
     for line in preference_noise.tables(rows):
         assert line in page or line.startswith(("|---", "| O0 | +0.000"))
@@ -92,7 +107,8 @@ def test_the_pages_tables_are_the_rows():
              for row in rows]  # fmt: skip
     assert "\n".join(["| arm | answer | pair | log p |", "|---|---|---|---|", *lines, ""]) in page
     assert {(row["step"], row["lines"], row["answers"]) for row in rows} == {("1e-05", "4", "34")}
-    assert "34 held-out answers" in page and "moved by 1e-5" in page
+    assert {(row["gpu"], row["commit"]) for row in rows} == {("x86_64 CPU, AVX512", "66f1558")}
+    assert "34 held-out answers" in page and "moved by 1e-5" in page and "on a CPU (66f1558)" in page
 
 
 def test_an_fp16_master_follows_the_last_gradient_alone():
@@ -133,6 +149,8 @@ def test_a_tiny_models_noise(tmp_path, monkeypatch, capsys):
     with (tmp_path / "x.csv").open(newline="") as file:
         rows = {row["arm"]: row for row in csv.DictReader(file)}
     assert len(rows) == 4, said
+    assert all(row["commit"] and row["torch"] and ("CPU" in row["gpu"]) != torch.cuda.is_available()
+               for row in rows.values())  # fmt: skip
     assert len({row["answers"] for row in rows.values()}) == 1 and int(rows["O1"]["answers"]) >= 6
     noise = {arm: float(row["answer"]) for arm, row in rows.items()}
     assert min(noise["O1"], noise["O3"], noise["activations"]) > 1.5 * noise["BF16"] > 0, noise
