@@ -4,7 +4,7 @@ python tools/make_evidence_doc.py            write it
 python tools/make_evidence_doc.py --check    exit 1 if it is not what the results say
 
 A minute, most of it to open the stores. A gap is an arm's loss less the reference's with the same seed, in per cent of
-the reference's mean loss.
+the reference's mean loss; a gap of accuracies is in points.
 """
 
 import csv
@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,8 @@ from megatron_fp8.tools.lab.sweep.store import Store
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "evidence.md"
 RESULTS = ROOT / "benchmarks" / "results"
-BOUND = 0.5  # per cent: two losses that differ by less are called equal
+BOUND = 0.5  # per cent or points: two losses or accuracies that differ by less are called equal
+POINTS = "points"  # the unit of gaps between accuracies
 L0 = ROOT / "configs/lab/evidence_l0.yaml"
 TE_ARM = "TE FP8"  # one of its arms
 LAST = 100  # steps whose training loss is averaged
@@ -57,7 +58,8 @@ who have to decide if FP8 is as good as BF16. [levels.md](levels.md#what-is-know
 
 | column | |
 |---|---|
-| gap | loss less the reference's with the same seed and data: mean over seeds, in per cent of the reference's loss |
+| gap | loss less the reference's with the same seed and data: mean over seeds, in per cent of the reference's loss; \
+of accuracies, in points: hundredths of all pairs |
 | interval | 95 %, of the t-test, which assumes normally distributed gaps: what remains possible |
 | seen | the smallest gap that this t-test would have seen with probability 0.8: a smaller one may have been missed |
 | within {BOUND:g} % | two one-sided tests at 5 % (TOST): yes, if both show that the gap is within -+{BOUND:g} %; no, \
@@ -70,10 +72,10 @@ in twenty would say "yes" by mistake. TOST looks at the 90 % interval, so a "yes
 is a little wider than -+{BOUND:g} %. A result for one model says nothing about another.
 """
 UNKNOWN = """\
-- Training of more than 26 M tokens: no losses of longer runs, or of models of more than 125 M parameters, were
+- Training of more than 26 M tokens: no losses of longer runs, or of models of more than 135 M parameters, were
   compared. Divergence after 200 billion tokens (arXiv 2409.12517) is out of reach.
 - Other text: each table has one kind, and held-out text is of that kind.
-- Quality on downstream tasks: none was measured.
+- Quality on downstream tasks: none was measured but the choice between pairs of functions after DPO.
 - FP8 gradients over many ranks: two ranks in the first table, simulated ones in [gradients.md](gradients.md).
 - Mantissas and exponents of other lengths, and sharpness as a warning, are no levels: [lab_results.md](lab_results.md)
   has their stores and tests. Losses after ten to a hundred steps, in other pages, show that a level works, and nothing
@@ -82,17 +84,19 @@ UNKNOWN = """\
 
 
 class Gap(NamedTuple):
-    """Losses of two arms, seed by seed: {seed: nats}."""
+    """Losses of two arms, seed by seed: {seed: nats}. unit: of a gap; with POINTS they are shares of right answers."""
 
     arm: str
     reference: str
     ours: dict[int, float]
     theirs: dict[int, float]
+    unit: str = "%"
 
     def differences(self) -> np.ndarray:
-        """Per cent of the reference's mean loss, of the seeds that both have."""
+        """Per cent of the reference's mean loss, or points, of the seeds that both have."""
         seeds = sorted(self.ours.keys() & self.theirs.keys())
         base = statistics.mean(self.theirs[seed] for seed in seeds) if seeds else math.nan
+        base = 1.0 if self.unit == POINTS else base
         return np.array([100 * (self.ours[seed] - self.theirs[seed]) / base for seed in seeds])
 
     def row(self) -> list[str]:
@@ -101,32 +105,37 @@ class Gap(NamedTuple):
         low, high = t_interval(found)
         between, seen = "-", "-"
         if found.n > 1:
-            between = f"{low:+.2f} to {high:+.2f} %"
-            seen = f"{detectable_gap(found.deviation, found.n):.2f} %"
-        cells = str(found.n), signed(found.mean), between, seen, *equivalence_words(found, BOUND)
+            between = f"{low:+.2f} to {high:+.2f} {self.unit}"
+            seen = f"{detectable_gap(found.deviation, found.n):.2f} {self.unit}"
+        gap = "-" if math.isnan(found.mean) else f"{found.mean:+.2f} {self.unit}"
+        cells = str(found.n), gap, between, seen, *equivalence_words(found, BOUND)
         return [self.arm, self.reference, *cells]
 
     def said(self) -> str:
         """The same as a sentence's part."""
         _, _, seeds, gap, interval, _, verdict, _ = self.row()
         many = f"{seeds} seed{'s' * (seeds != '1')}"
-        return f"{gap} ({f'interval {interval}, ' * (interval != '-')}{many}); within {BOUND:g} %: {verdict}"
+        return f"{gap} ({f'interval {interval}, ' * (interval != '-')}{many}); within {BOUND:g} {self.unit}: {verdict}"
 
 
-def signed(per_cent: float) -> str:
-    return "-" if math.isnan(per_cent) else f"{per_cent:+.2f} %"
-
-
-def gaps(rows: Iterable[Gap]) -> str:
-    heads = ("arm", "compared with", "seeds", "gap", "interval", "seen", f"within {BOUND:g} %", "needed")
+def gaps(rows: Sequence[Gap]) -> str:
+    """A table; rows: of one unit."""
+    within = f"within {BOUND:g} {rows[0].unit}"
+    heads = ("arm", "compared with", "seeds", "gap", "interval", "seen", within, "needed")
     return table(heads, [gap.row() for gap in rows])
 
 
-def in_short(sent: Sequence[Gap], real: Sequence[Gap], levels: Sequence[Gap], others: Sequence[Gap]) -> str:
-    """The page's first answers: the rows that README and levels.md speak of, and all tests together."""
+def in_short(
+    sent: Sequence[Gap], real: Sequence[Gap], tuned: Mapping[str, Sequence[Gap]], others: Sequence[Gap]
+) -> str:
+    """The page's first answers: the rows that README and levels.md speak of, and all tests of losses together.
+
+    tuned: {task: gaps}, of post-training; others: gaps of losses.
+    """
     of = {(gap.arm, gap.reference): gap for gap in real}
     te, bf16 = of["O3", "TE's FP8"], of["O3", "BF16, TE's layers"]
-    found = (paired(gap.differences()) for gap in (*sent, *real, *levels, *others))
+    of_tuned = [gap for some in tuned.values() for gap in some if gap.unit != POINTS]
+    found = (paired(gap.differences()) for gap in (*sent, *real, *of_tuned, *others))
     tests = [test for test in found if test.n >= FEW]
     equal, told = [equivalence(test, BOUND) for test in tests], [test.t for test in tests]
     strict = 0.05 / len(tests)
@@ -138,8 +147,13 @@ def in_short(sent: Sequence[Gap], real: Sequence[Gap], levels: Sequence[Gap], ot
             f"{"Transformer Engine's FP8" if gap.reference == TE_ARM else 'our own layers in BF16'}: {gap.said()}."
             for gap in sent
         ),
-        f"All {len(tests)} rows with {FEW} seeds or more: {sum(p < 0.05 for p in equal)} are shown to be within "
-        f"{BOUND:g} %, {sum(p < strict for p in equal)} after Bonferroni's correction for so many tests. In "
+        *(
+            f"{task} against stock BF16: "
+            + "; ".join(f"{gap.arm}: {gap.said().partition(';')[0]}" for gap in some if "FP16" not in gap.arm) + "."
+            for task, some in tuned.items()
+        ),
+        f"All {len(tests)} rows of losses with {FEW} seeds or more: {sum(p < 0.05 for p in equal)} are shown to be "
+        f"within {BOUND:g} %, {sum(p < strict for p in equal)} after Bonferroni's correction for so many tests. In "
         f"{sum(p < 0.05 for p in told)} the interval leaves out 0, in {sum(p < strict for p in told)} "
         "after correction.",
     ]
@@ -180,6 +194,19 @@ def real_text() -> Iterator[Gap]:
         )
         until = "" if end == 800 else f", to step {end}"
         yield Gap(names.get(arm, arm) + until, names[reference], ours, theirs)
+
+
+# ---- a whole model, tuned
+
+
+def tuned(stage: str, column: str) -> list[Gap]:
+    """Of each arm of SmolLM2's runs against stock BF16 at the end of a stage; the last row of each run counts."""
+    unit = POINTS if column == "accuracy" else "%"
+    of: dict[str, dict[int, float]] = {}
+    for row in read("smollm2.csv"):
+        if row["stage"] == stage:
+            of.setdefault(row["arm"], {})[int(row["seed"])] = float(row[column])
+    return [Gap(arm, "stock BF16", found, of["O0"], unit) for arm, found in of.items() if arm != "O0"]
 
 
 # ---- stores
@@ -349,6 +376,8 @@ def page() -> str:
         by_rate = [gap._replace(arm=f"{gap.arm}, rate {rate:g}") for rate, gap in of_levels]
         falls_in_ramp, falls_in_lottery = falls(ramp, ("FP32", "BF16")), falls(lottery, ("FP32",))
     real, states, stored, sums = (list(of()) for of in (real_text, table6, storage, tensor_sums))
+    sft, dpo, judged = tuned("sft", "heldout_loss"), tuned("dpo", "accuracy"), tuned("judged", "accuracy")
+    of_smollm2 = {"SFT of SmolLM2-135M": sft, "DPO of SmolLM2-135M": dpo}
     sent = [gap for gap in trained if gap.arm in ("O1", "O3") and gap.reference != "O1"]
     rest = [gap for gap in (*trained, *held_out) if gap not in sent]
     with_te = (
@@ -357,7 +386,7 @@ def page() -> str:
     )
     with_te *= any(TE_ARM in (gap.arm, gap.reference) for gap in trained)
     sections = {
-        "In short": (in_short(sent, real, by_rate, [*rest, *states, *stored, *sums]),),
+        "In short": (in_short(sent, real, of_smollm2, [*by_rate, *rest, *states, *stored, *sums]),),
         "FP8 gradients sent over two ranks, GPT-125M, a real vocabulary": (
             f"{done} of {planned} runs of configs/lab/evidence_l0.yaml are done"
             + ("." if done == planned else "; the others wait.")
@@ -387,6 +416,17 @@ def page() -> str:
             "last hundred steps that both have, nats a byte. Gradients were not sent, and stored in BF16 except in "
             "rows that say FP8.",
             gaps(real),
+        ),
+        "SmolLM2-135M-Instruct tuned on Python functions": (
+            "[smollm2.csv](../benchmarks/results/smollm2.csv), [what it shows](post_training.md#a-real-model-"
+            "smollm2-135m-instruct): SFT of 210 steps, held-out loss, nats a token of the answers. A seed is an order "
+            "of the data.",
+            gaps(sft),
+            "Then DPO of 357 steps, each run from its own SFT: the share of right pairs among the same held-out ones. "
+            "Each arm was judged in its own arithmetic, and FP8's noise most likely judges levels too low. The "
+            "interval is of seeds alone: other pairs would widen it.",
+            gaps(dpo),
+            *(("The same weights, all judged with BF16 GEMMs:", gaps(judged)) if judged else ()),
         ),
         "Levels and learning rates, 3.4 M parameters": (
             "[The store](../benchmarks/results/lab/levels.sqlite.xz): 300 steps, FP8 gradients in storage, held-out "

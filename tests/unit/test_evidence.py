@@ -39,7 +39,8 @@ def test_the_page_is_what_the_results_say(monkeypatch, capsys, tmp_path):
 def test_csv_rows_are_fresh():
     """The quick half of the check above: tables that need no store."""
     text = PAGE.read_text()
-    for gaps in (make_evidence_doc.real_text(), make_evidence_doc.storage(), make_evidence_doc.tensor_sums()):
+    tuned = make_evidence_doc.tuned("sft", "heldout_loss"), make_evidence_doc.tuned("dpo", "accuracy")
+    for gaps in (make_evidence_doc.real_text(), make_evidence_doc.storage(), make_evidence_doc.tensor_sums(), *tuned):
         found = [f"| {' | '.join(gap.row())} |" for gap in gaps]
         assert len(found) > 2 and [row for row in found if row not in text] == []
 
@@ -71,6 +72,30 @@ def test_readme_says_what_sent_gradients_cost():
         assert f"and {seeds} seeds" in readme and f"50,304 rows, {seeds} seeds" in levels
         assert f"at {gap}, interval {interval}" in levels and f"{seen} for O" in levels
         assert f"({held_out}, {its_interval})" in levels
+
+
+def test_readme_says_what_tuning_costs():
+    section = "SmolLM2-135M-Instruct tuned on Python functions"
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    arms = "O1, masters as loaded", "O2, masters as loaded", "O3"
+    (o1, _), (o2, _), (o3, o3_dpo) = (rows(arm, "stock BF16", section) for arm in arms)
+    assert o1[1] == o2[1] and f"O3 by {o3[1][1:]}, O1 and O2 by {o1[1][1:]}" in readme
+    short = re.sub(r"\s+", " ", re.search(r"^## In short.*?(?=^## )", PAGE.read_text(), re.M | re.S)[0])
+    for task, cells in (("SFT", o3), ("DPO", o3_dpo)):
+        (line,) = re.findall(rf"- {task} of SmolLM2-135M against stock BF16: O1, .*? seeds\)\.", short)
+        assert f"; O3: {cells[1]} (interval {cells[2]}, 3 seeds)." in line
+
+
+def test_accuracies_differ_in_points(monkeypatch):
+    """The difference of the shares times 100, whatever the reference's; of each run the last row."""
+    made = [("O0", 1, 0.5), ("O0", 2, 0.25), ("O1", 1, 0.9), ("O1", 2, 0.3), ("O1", 1, 0.625)]
+    lines = [{"stage": "dpo", "arm": arm, "seed": str(seed), "accuracy": str(x)} for arm, seed, x in made]
+    monkeypatch.setattr(make_evidence_doc, "read", lambda name: [*lines, lines[0] | {"stage": "sft", "accuracy": ""}])
+    (gap,) = make_evidence_doc.tuned("dpo", "accuracy")
+    assert gap.arm == "O1" and gap.differences() == pytest.approx([12.5, 5.0])
+    assert gap.row()[3] == "+8.75 points" and gap.said().endswith("within 0.5 points: too few seeds")
+    assert "| within 0.5 points |" in make_evidence_doc.gaps([gap])
+    assert make_evidence_doc.tuned("judged", "accuracy") == []
 
 
 def test_l0s_verdicts_need_seeds(tmp_path):
@@ -173,11 +198,15 @@ def test_in_short_counts_rows_as_tests():
         return Gap(arm, reference, losses, dict.fromkeys(losses, 100.0))
 
     real = [gap("O3", "TE's FP8", 0.0, 0.05), gap("O3", "BF16, TE's layers", 0.0, 0.5)]
-    levels = [gap("O1", "BF16", 3.0, 0.1), gap("O2", "BF16", 0.2, 2.0)]
+    levels = [gap("O1", "BF16", 3.0, 0.1)]
     sent = [gap("O1", "BF16 and by halves", 0.1, 0.1, seeds=1), gap("O3", "TE FP8", 0.1, 0.1, seeds=1)]
-    found = make_evidence_doc.in_short(sent, real, levels, [gap("x", "y", 0.0, 5.0)])
+    tasks = {"SFT": [gap("O1", "stock BF16", 0.2, 2.0), gap("FP16", "stock BF16", 1, 1, seeds=3)],
+             "DPO": [gap("O2", "stock BF16", 0.0, 0.05)._replace(unit="points")]}  # fmt: skip
+    found = make_evidence_doc.in_short(sent, real, tasks, [*levels, gap("x", "y", 0.0, 5.0)])
     text = re.sub(r"\s+", " ", found)
-    assert "All 5 rows with 4 seeds or more: 2 are shown to be within 0.5 %, 1 after Bonferroni's correction" in text
+    assert "- SFT against stock BF16: O1: +0.20 %" in text and "- DPO against stock BF16: O2: +0.00 points" in text
+    assert "FP16" not in text
+    assert "All 5 rows of losses with 4 seeds or more: 2 are shown to be within 0.5 %, 1 after Bonferroni's" in text
     assert "In 1 the interval leaves out 0, in 1 after correction." in text
     assert "O3 with FP8 gradients that are sent, and Transformer Engine's FP8: " in text
     assert "our own layers in BF16: " in text and "(1 seed); within 0.5 %: too few seeds." in text
