@@ -9,6 +9,7 @@ import architecture
 import pytest
 from kept import LENGTH, TOKENS, WIDTH, kept
 from launch import ROOT
+from test_latent_estimate import DEEPSEEK
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.tools.perf import (
@@ -132,6 +133,39 @@ def test_four_layers_as_measured(system, name):
         assert found.gpu_ms - found.parts["gaps"] == pytest.approx(float(row["profile_busy"]), rel=0.1)
     products = sum(ms for kind, ms in json.loads(row["profile_ms"]).items() if kind.startswith("FP8 GEMM"))
     assert found.parts["linears"] + found.parts["experts"] == pytest.approx(products, rel=0.06)
+
+
+@pytest.mark.parametrize(("gpu", "name", "shape", "flags", "error"), [
+    ("NVIDIA H100 80GB HBM3", "h100-80gb-sxm", "qwen3-moe", QWEN, 0.050),
+    ("NVIDIA H100 80GB HBM3", "h100-80gb-sxm", "deepseek-moe", DEEPSEEK, 0.120),
+    ("NVIDIA H200", "h200", "qwen3-moe", QWEN, -0.108),  # later, with fewer passes than the estimate's
+    ("NVIDIA H200", "h200", "deepseek-moe", DEEPSEEK, 0.069),
+])  # fmt: skip
+def test_whole_step_graphs_as_measured(gpu, name, shape, flags, error):
+    """No row of these set a number. error: how much longer the estimate is."""
+    with (ROOT / "benchmarks/results/train_step_experts.csv").open(newline="") as file:
+        wanted = (gpu, shape, "O3-experts-graph")
+        (row,) = (row for row in csv.DictReader(file) if (row["gpu"], row["shape"], row["system"]) == wanted)
+    on = hardware.load(name)
+    graph, plain = (
+        estimate(job_flags.workload(job_flags.parse(f"{flags} {TOGETHER} {more}".split()), 1), on)
+        for more in ("--cuda-graph-impl full_iteration", "")
+    )
+    assert graph.ms == graph.gpu_ms < plain.host_ms == plain.ms and graph.host_ms == 0
+    assert graph.ms / float(row["ms"]) - 1 == pytest.approx(error, abs=0.001)
+    thousand_mib = 2**20 / 1e6
+    assert graph.held == pytest.approx(float(row["gb"]) * thousand_mib, rel=0.002)
+    assert graph.peak == pytest.approx(float(row["gb_peak"]) * thousand_mib, rel=0.017)
+
+
+def test_graphs_that_training_does_not_record(capsys):
+    """As in training: not with experts on several ranks, and a line says so; a level's flag is none of stock's."""
+    ep = f"{TOGETHER} --fp8-step-graph on --expert-model-parallel-size 2 --global-batch-size 8"
+    assert not workload(ep, gpus=2).graphed
+    assert "--fp8-step-graph on: a level has no CUDA graph with --num-experts" in capsys.readouterr().err
+    one = f"{TOGETHER} --fp8-step-graph on"
+    assert [workload(one, system=system).graphed for system in ("O3", "bf16")] == [True, False]
+    assert capsys.readouterr().err == ""
 
 
 def test_layers_with_experts_among_dense_ones():
@@ -335,7 +369,9 @@ def test_what_a_level_switches_off_is_off_in_all_columns_and_said(capsys):
     ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex: not modelled; remove it"),
     ("--moe-expert-capacity-factor 1.5", "--moe-expert-capacity-factor 1.5: not modelled"),
     ("--moe-shared-expert-overlap", "--moe-shared-expert-overlap: not modelled"),
-    ("--cuda-graph-impl full_iteration", "--cuda-graph-impl full_iteration: not modelled"),
+    ("--cuda-graph-impl full_iteration", "full_iteration with stock BF16's experts: not modelled; name levels alone"),
+    ("--fp8-step-graph on --fp8-level O3 --fp8-experts --expert-model-parallel-size 1 --global-batch-size 8",
+     "--fp8-step-graph on with O3's experts: not modelled; add --moe-grouped-gemm"),
     ("--expert-model-parallel-size 3", "--expert-model-parallel-size 3: does not divide --num-experts 128"),
 ])  # fmt: skip
 def test_what_is_not_modelled_is_refused(flags, message):

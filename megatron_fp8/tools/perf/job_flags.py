@@ -42,9 +42,7 @@ _NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
 _EXPERTS_NOT_MODELLED: dict[str, tuple[str, ...]] = dict.fromkeys((
     "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap", "moe_extended_tp",
     "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad",
-), ()) | {
-    "moe_token_dispatcher_type": ("allgather", "alltoall"), "cuda_graph_impl": ("none",), "fp8_step_graph": ("off",),
-}  # fmt: skip
+), ()) | {"moe_token_dispatcher_type": ("allgather", "alltoall")}  # fmt: skip
 # Not counted either, with the word that a rehearsal's page uses for it.
 _UNCOUNTED = {"moe_latent_size": "latent experts"} | dict.fromkeys(
     ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
@@ -131,9 +129,11 @@ def _switched_off(args: Namespace) -> Iterator[str]:
             row.adapt(args)
             if row.flag != "--fp8-param-gather":
                 yield row.flag
-    if args.num_experts and graphs.stock_asked(args) and (flag := graphs.inside(args)):
-        print(f"[fp8] {graphs.spelling(args)}: no CUDA graph with {flag}", file=sys.stderr)
-        yield graphs.spelling(args)
+    if graphs.asked(args) and (flag := graphs.inside(args)):
+        print(f"[fp8] {graphs.spelling(args)}: a level has no CUDA graph with {flag}", file=sys.stderr)
+        if not (args.num_experts and graphs.stock_asked(args)):
+            return
+        yield graphs.spelling(args)  # with experts stock's is not modelled
         args.cuda_graph_impl, args.enable_cuda_graph, args.external_cuda_graph = "none", False, False
 
 
@@ -153,6 +153,10 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
     check_given(args, "seq_length", "micro_batch_size")
     data, tensor, context = data_parallel(args, gpus), args.tensor_model_parallel_size, args.context_parallel_size
     _refuse(args)
+    graphed = graphs.asked(args) and not graphs.inside(args) if system.level else graphs.stock_asked(args)
+    if graphed and args.num_experts and not (system.level and args.moe_grouped_gemm):
+        remedy = "add --moe-grouped-gemm" if system.level else "name levels alone with --systems, or remove it"
+        raise UserError(f"{graphs.spelling(args)} with {system.title}'s experts: not modelled; {remedy}")
     check_optimizer(args, data)
     again = getattr(args, "recompute_activations", False)  # validation turns it into --recompute-granularity selective
     modules = tuple(args.recompute_modules or ("core_attn",))
@@ -176,7 +180,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         fp8_activations=bool(getattr(args, "fp8_activations", False)) and system.level is not None,
         keeps_transposes=bool(args.keep_fp8_transpose_cache) and system.level is not None,
         dropout=args.hidden_dropout > 0,
-        graphed=graphs.asked(args) and not graphs.inside(args) if system.level else graphs.stock_asked(args),
+        graphed=graphed,
         two_levels=getattr(args, "fp8_grad_reduce_hierarchy", None) == "node",
         overrides=overrides if system.level else None,
         topk=args.moe_router_topk,
