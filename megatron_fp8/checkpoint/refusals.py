@@ -14,7 +14,11 @@ from torch.distributed.checkpoint import CheckpointException
 from ..errors import UserError, is_bug
 from ..flags.stock_errors import is_check
 
-_CHECKPOINTING = os.path.join("megatron", "training", "checkpointing.py")
+# Functions that look a part up in what was loaded, and the ends of their files' names.
+_LOOK_UP = {
+    "load_checkpoint": os.path.join("megatron", "training", "checkpointing.py"),
+    "load_state_dict": os.path.join("megatron", "core", "optimizer", "optimizer.py"),
+}
 
 
 @contextlib.contextmanager
@@ -91,8 +95,7 @@ def is_misfit(error: BaseException) -> bool:
 def _lacks_part(error: BaseException) -> bool:
     """Whether Megatron missed a part in the loaded dict, such as "optimizer": the checkpoint was saved without it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    is_there = last.name == "load_checkpoint" and last.filename.endswith(_CHECKPOINTING)
-    return isinstance(error, KeyError) and is_there
+    return isinstance(error, KeyError) and last.filename.endswith(_LOOK_UP.get(last.name, "none"))
 
 
 def said_by(error: BaseException) -> str:

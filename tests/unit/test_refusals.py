@@ -1,13 +1,15 @@
 """If Megatron ends with exit code 0 while it reads a checkpoint, a level prints one line that says why."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from small_checkpoints import STOCKS, TRACKER, load, one_rank, save, unsealed
 from test_seal import line_of
 
-from megatron_fp8.checkpoint.refusals import one_line
+from megatron_fp8.checkpoint.refusals import is_misfit, one_line
 from megatron_fp8.checkpoint.seal import SEAL
 
 __all__ = ["load", "one_rank"]
@@ -58,6 +60,26 @@ def test_why_it_ended(body, said):
             megatron(body)()
 
     assert line_of(act).startswith(f"--load there: a/b.pt {said}")
+
+
+def test_masters_that_were_not_saved():
+    """Stock's optimizer without --use-distributed-optimizer, in whose state are no masters of this run's parameters."""
+    optimizer = SimpleNamespace(
+        optimizer=torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]), grad_scaler=None,
+        _filter_and_reorder_param_groups=lambda now, saved: saved, fp32_from_float16_groups=[],
+        config=SimpleNamespace(fp16=False),
+    )  # fmt: skip
+    state = {"optimizer": optimizer.optimizer.state_dict()}
+
+    def act():
+        with one_line("there", "it does not fit", is_misfit):
+            Float16OptimizerWithFloat16Params.load_state_dict(optimizer, state)
+
+    assert line_of(act) == (
+        "--load there: it does not fit: it has no 'fp32_from_fp16'; add --no-load-optim or --finetune"
+    )
+    with pytest.raises(KeyError), one_line("there", "it does not fit", is_misfit):
+        {}["fp32_from_fp16"]
 
 
 @pytest.mark.parametrize("code", [1, 2, "a word"])
