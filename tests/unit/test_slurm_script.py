@@ -297,3 +297,4 @@ def test_what_a_job_was_is_kept_without_secrets(job):
     assert "SLURM_JOB_ID=7" in environment and "hidden" not in environment
     assert "--data-path 0.5 a\\ b" in (job.records / "command.txt").read_text()
     assert (job.records / "script.sbatch").read_text() == (job.save.parent / "small.sbatch").read_text()
+    assert re.search(r"^megatron-fp8 \d+\.\d+\.\d+$", (job.records / "commit.txt").read_text(), re.M)  # no git here
