@@ -34,7 +34,7 @@ from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from megatron.training import get_args, pretrain, print_rank_0, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -140,15 +140,31 @@ class FromFile(Reference):
 
     def __init__(self, scores: ScoreFile):
         super().__init__()
-        self._scores = scores
+        self._scores, self._compared = scores, False
 
     def _say(self, stock, policy, batches, sizes):
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return []
+        if not self._compared and get_args().iteration == 0:  # in a resumed run the policy has changed
+            self._scores.check_model(digest(policy[-1]))
+        self._compared = True
         found = None
         if batches[-1] is not None:
             found = [np.concatenate([self._scores[key] for key in batch["sample"].tolist()]) for batch in batches[-1]]
         return [torch.from_numpy(logp).cuda() for logp in from_reading_rank(found)]
+
+
+@torch.no_grad()
+def digest(chunk) -> int:
+    """A number that tells models apart, alike in all layouts: of the last stage's chunk, the sum of the squared bits of
+    the LM head's weights in BF16, modulo 2^64. Collective over tensor parallelism."""
+    model = unwrap_model(chunk)
+    head = model.output_layer.weight
+    head = model.shared_embedding_or_output_weight() if head is None else head
+    parts = (part.bfloat16().view(torch.int16).long().square().sum() for part in head.split(1024))
+    found = torch.stack([*parts]).sum()
+    torch.distributed.all_reduce(found, group=mpu.get_tensor_model_parallel_group())
+    return int(found)
 
 
 def from_reading_rank(value):
@@ -230,11 +246,14 @@ class Scoring:
             said = log_probabilities(stock, model, [batches] * len(model), sizes)
             if batches is not None and said:
                 found |= by_sample(batches, said)
-        if mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0:
+        last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        number = digest(model[-1]) if last else None
+        if last and mpu.get_tensor_model_parallel_rank() == 0:
             gathered = [None] * ranks
             torch.distributed.all_gather_object(gathered, found, mpu.get_data_parallel_group())
             if rank == 0:
-                write(self._file, {key: logp for part in gathered for key, logp in part.items()}, data_files(args))
+                write(self._file, {key: logp for part in gathered for key, logp in part.items()}, data_files(args),
+                      number)  # fmt: skip
                 print(f"[fp8] {SCORE} {self._file}: {count} samples scored", flush=True)
         return 0, 0
 

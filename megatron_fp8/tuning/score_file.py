@@ -1,12 +1,13 @@
 """The reference's log-probabilities in a file: one run scores the data, later runs need no reference model.
 
-    about      JSON: the version, and the SHA-256 of each data file that was scored
+    about      JSON: the version, the SHA-256 of each data file that was scored, and a number of the model's weights
     sample     (n,) int64, `key_of` the sample's tokens, ascending
     first      (n + 1,) int64: the documents of sample i are logp[first[i] : first[i + 1]]
     logp       FP32, log p of each answer, chosen and rejected in turn
 
 It is a file of numpy.savez. A sample is found by its tokens, so the order of the data does not matter, and another
-tokenizer or prompt format is noticed. The data files' hashes are compared before a run begins.
+tokenizer or prompt format is noticed. The data files' hashes are compared before a run begins, the model's number
+(`digest` of dpo_gpt_fp8.py) at the first pass.
 """
 
 import hashlib
@@ -42,11 +43,11 @@ def check_new(path: str) -> None:
         raise UserError(f"{SCORE} {path}: no folder {folder}; make it, or name another")
 
 
-def write(path: str, scores: Mapping[int, np.ndarray], data: Iterable[str]) -> None:
-    """Write {key of a sample: its documents' log-probabilities} of these data files."""
+def write(path: str, scores: Mapping[int, np.ndarray], data: Iterable[str], model: int | None = None) -> None:
+    """Write {key of a sample: its documents' log-probabilities} of these data files and this model's number."""
     keys = sorted(scores)
     first = np.cumsum([0, *(len(scores[key]) for key in keys)])
-    about = json.dumps({"version": VERSION, "data": {_hash_of(file): file for file in data}})
+    about = json.dumps({"version": VERSION, "data": {_hash_of(file): file for file in data}, "model": model})
     being_written = f"{path}.part"
     with open(being_written, "wb") as file:
         np.savez(
@@ -68,7 +69,7 @@ class ScoreFile:
             with np.load(path, allow_pickle=False) as found:
                 about = json.loads(str(found["about"]))
                 keys, first, self._logp = found["sample"], found["first"], found["logp"]
-            version, scored = about["version"], about["data"]
+            version, scored, self._model = about["version"], about["data"], about.get("model")
         except FileNotFoundError:
             raise UserError(f"{READ} {path}: no such file; {SCORE} writes it") from None
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
@@ -83,6 +84,14 @@ class ScoreFile:
                     f"{READ} {path}: has no scores of --data-path {file} as it is now; score it with {SCORE}"
                 )
         self._spans = {int(key): (a, b) for key, a, b in zip(keys, first[:-1], first[1:], strict=True)}
+
+    def check_model(self, model: int) -> None:
+        """Raise UserError if another model scored. A file of an older version does not say which one did."""
+        if self._model not in (None, model):
+            raise UserError(
+                f"{READ} {self._path}: another model than this run begins with has scored; begin with that one, or "
+                f"score the data again with {SCORE}"
+            )
 
     def __getitem__(self, key: int) -> np.ndarray:
         """The log-probabilities (2 p,) FP32 of a sample's documents."""

@@ -328,7 +328,8 @@ def test_a_resumed_run_reads_the_file_again(pairs, scored, tmp_path):
 
 
 def test_scores_that_do_not_fit_are_refused(pairs, scored, tmp_path):
-    """In one line: other data at once, another tokenizer at the first sample; and a file is never written twice."""
+    """In one line: other data at once, another model or tokenizer at the first sample; and a file is never written
+    twice."""
     flags = scored("O1", *SAME_ROWS)
     other = tmp_path / "other.jsonl"
     other.write_text(Path(pairs).read_text() * 2)
@@ -336,6 +337,7 @@ def test_scores_that_do_not_fit_are_refused(pairs, scored, tmp_path):
     for name, data, more, env in (
         ("data", str(other), flags, {}),
         ("tokens", pairs, flags, {"SHIFT": "1"}),
+        ("model", pairs, [*flags, "--seed", "7"], {}),
         ("twice", pairs, [*SAME_ROWS, "--dpo-score-reference", flags[-1]], {}),
     ):
         with pytest.raises(RunFailed) as failed:
@@ -343,6 +345,7 @@ def test_scores_that_do_not_fit_are_refused(pairs, scored, tmp_path):
         (said[name],) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
     assert f"has no scores of --data-path {other}" in said["data"]
     assert "other tokens than when it was scored" in said["tokens"]
+    assert "another model than this run begins with has scored" in said["model"]
     assert f"--dpo-score-reference {flags[-1]}: the file exists" in said["twice"]
 
 
