@@ -295,7 +295,7 @@ def falls(results: Results, references: Sequence[str]) -> str:
         ]
         between, least = f"{100 * low:.0f} to {100 * high:.0f} %", f"{100 * detectable_rate(runs, runs):.0f} %"
         rows.append([f"{rate:g}", arm, f"{fallen} of {runs}", between, *p, least])
-    heads = ["rate", "arm", "fell", "interval", *(f"p against {other}" for other in references), "told from 0 at"]
+    heads = ["rate", "arm", "diverged", "interval", *(f"p against {other}" for other in references), "told from 0 at"]
     return table(heads, rows)
 
 
@@ -435,7 +435,7 @@ def page() -> str:
         ),
         "Divergence at rates that no one trains with": (
             'A GPT-2 of 3.4 M parameters without clipping. "Told from 0 at" is the smallest rate of divergence that '
-            "Fisher's test tells from that of an arm that never falls, power 0.8. Runs of one seed are counted as "
+            "Fisher's test tells from that of an arm that never diverges, power 0.8. Runs of one seed are counted as "
             "independent. The ramp, a warm-up over half of the run:",
             falls_in_ramp,
             "The lottery, almost no warm-up:",
