@@ -86,8 +86,11 @@ def warm_up(folder: str | None = None, *, gpus: bool = False) -> None:
 
     if not gpus:
         cpu.install()
+    import megatron.core.datasets.blended_megatron_dataset_builder
     import megatron.core.datasets.gpt_dataset
     import megatron.core.dist_checkpointing.strategies.torch
+    import megatron.core.models.mimo.optimizer
+    import megatron.core.tokenizers.text
     import megatron.core.tokenizers.utils.build_tokenizer
     import megatron.training.argument_utils
     import megatron.training.checkpointing
@@ -95,10 +98,10 @@ def warm_up(folder: str | None = None, *, gpus: bool = False) -> None:
     from megatron.training import arguments
 
     from ... import plugin  # noqa: F401
-    from ...checkpoint import convert  # noqa: F401
-    from ...engine import build  # noqa: F401
-    from ...layers import model  # noqa: F401
-    from ...monitor import collect, watch  # noqa: F401
+    from ...checkpoint import convert, failing, loads, saves  # noqa: F401
+    from ...engine import as_found, build, gain_lines, report  # noqa: F401
+    from ...layers import cross_entropy, model  # noqa: F401
+    from ...monitor import collect, loss_checks, watch  # noqa: F401
 
     if not hooked:
         hooked.put(HOOKS)
