@@ -4,7 +4,7 @@ import pytest
 from megatron_runs import TINY_GPT, run_megatron
 
 FLAG = "--fp8-activations"
-FEW = "--train-iters 4 --lr-decay-iters 10 --global-batch-size 4".split()
+FEW = "--train-iters 4 --lr-decay-iters 10 --micro-batch-size 4 --global-batch-size 4".split()
 COMMON = [*TINY_GPT, *FEW, *"--attention-backend auto --use-distributed-optimizer".split()]
 
 

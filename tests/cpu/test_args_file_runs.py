@@ -8,6 +8,7 @@ from megatron_fp8.flags.command import flags_of
 
 FEW = [*TINY_GPT]
 FEW[FEW.index("--train-iters") + 1] = "3"
+FEW[FEW.index("--global-batch-size") + 1] = "4"
 
 
 @pytest.fixture

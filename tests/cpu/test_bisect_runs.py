@@ -41,7 +41,8 @@ def test_all_linears_in_bf16_are_bf16_gemms():
 
 def test_stored_in_bf16_at_o3():
     """On two pipeline stages: all linears of the first, and one of the second."""
-    stored = run("--fp8-level O3 --pipeline-model-parallel-size 2 --fp8-bf16-layers decoder.layers.0.*,*.1.mlp.*fc1", 2)
+    stored = run("--fp8-level O3 --pipeline-model-parallel-size 2 --fp8-bf16-layers decoder.layers.0.*,*.1.mlp.*fc1 "
+                 "--micro-batch-size 4", 2)  # fmt: skip
     assert kept(stored.lines) == [
         "5 of 8 linears stay in BF16: decoder.layers.0.self_attention.linear_proj "
         "decoder.layers.0.self_attention.linear_qkv decoder.layers.0-1.mlp.linear_fc1 decoder.layers.0.mlp.linear_fc2"

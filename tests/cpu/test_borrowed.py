@@ -6,7 +6,7 @@ import pytest
 from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
-SIX = "--train-iters 6 --lr-decay-iters 10 --attention-backend auto".split()
+SIX = "--train-iters 6 --lr-decay-iters 10 --attention-backend auto --micro-batch-size 4".split()
 slow = pytest.mark.slow
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none "
 EXPERTS += "--fp8-experts --moe-grouped-gemm --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 "

@@ -10,15 +10,15 @@ from test_checkpoints import UNTIED, tensors, train
 
 nightly = pytest.mark.slow
 AGAIN = "--override-opt_param-scheduler"
-STILL = f"--train-iters 5 {AGAIN}"  # saves what it has loaded
+STILL = f"--train-iters 2 --lr-decay-iters 10 {AGAIN}"  # saves what it has loaded
 SAVED_BY = "--fp8-level O3 --micro-batch-size 8"  # on one rank
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of step 5."""
+    """A checkpoint of step 2."""
     folder = tmp_path_factory.mktemp("saved")
-    train(1, SAVED_BY, folder, save=5, until=5)
+    train(1, SAVED_BY, folder, save=2, until=2)
     return folder
 
 
@@ -43,7 +43,7 @@ def test_gradients_of_another_size_are_scaled_anew(nproc, flags, saved):
     """As the tensorwise recipe always does. With the saved scales they were clipped: a norm of 0.72 instead of 0.75."""
     first = {}
     for recipe in ("delayed", "tensorwise"):
-        run = train(nproc, f"{SAVED_BY} {flags} --fp8-recipe {recipe}", saved, load=True, until=6)
+        run = train(nproc, f"{SAVED_BY} {flags} --fp8-recipe {recipe}", saved, load=True, until=3)
         first[recipe] = (run.losses, run.grad_norms)
     assert len(first["delayed"][0]) == 1 and first["delayed"] == first["tensorwise"]
 
@@ -54,7 +54,7 @@ def test_scales_that_were_only_saved_again_are_not_used(saved, tmp_path):
     many = f"{SAVED_BY} --micro-batch-size 2"
     train(4, f"{many} {STILL}", tmp_path, save=4, load=True)
     runs = [
-        train(4, f"{many} {AGAIN} --fp8-recipe {recipe}", tmp_path, load=True, until=6)
+        train(4, f"{many} {AGAIN} --fp8-recipe {recipe}", tmp_path, load=True, until=3)
         for recipe in ("delayed", "tensorwise")
     ]
     assert runs[0].grad_norms == runs[1].grad_norms
@@ -62,9 +62,9 @@ def test_scales_that_were_only_saved_again_are_not_used(saved, tmp_path):
 
 def test_mu_is_the_checkpoints_where_it_moves_alone(tmp_path):
     shared = "--fp8-level O1 --fp8-grad-reduce shared --fp8-grad-scaling"
-    train(1, f"{shared} post", tmp_path, save=5, until=5)
+    train(1, f"{shared} post", tmp_path, save=2, until=2)
     train(2, f"{shared} pre {STILL}", tmp_path, save=4, load=True)
-    mu = [tensor for name, tensor in tensors(tmp_path, 5).items() if ".fp8_grad_mu." in name]
+    mu = [tensor for name, tensor in tensors(tmp_path, 2).items() if ".fp8_grad_mu." in name]
     assert mu and all(tensor == 0.5 for tensor in mu)
 
 
@@ -77,7 +77,7 @@ def test_another_learning_rate_goes_on_where_it_is_asked_for(saved):
         "--lr",
         "5e-4",
         "--train-iters",
-        "7",
+        "4",
         "--lr-decay-style",
     ]
     flags += ["constant", "--lr-warmup-iters", "0"]
@@ -87,7 +87,7 @@ def test_another_learning_rate_goes_on_where_it_is_asked_for(saved):
 
 
 def test_what_a_model_lacks_of_a_checkpoint_is_named(saved):
-    flags = [*TINY_GPT, *SAVED_BY.split(), "--load", str(saved), "--exit-interval", "6"]
+    flags = [*TINY_GPT, *SAVED_BY.split(), "--load", str(saved), "--exit-interval", "3"]
     left = "not loaded, this run's model has none: output_layer.weight"
     assert not any(left in line for line in run_megatron(1, flags).lines)
     tied = [flag for flag in flags if flag != UNTIED]
@@ -95,12 +95,12 @@ def test_what_a_model_lacks_of_a_checkpoint_is_named(saved):
 
 
 def test_a_compact_checkpoint_is_loaded_without_the_flag_and_leaves_its_form(tmp_path):
-    train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, save=5, until=5)
-    before = train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, load=True, until=6)
-    after = train(1, "--fp8-level O2", tmp_path, load=True, until=6)
+    train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, save=2, until=2)
+    before = train(1, "--fp8-level O2 --fp8-ckpt-compact", tmp_path, load=True, until=3)
+    after = train(1, "--fp8-level O2", tmp_path, load=True, until=3)
     assert (after.losses, after.grad_norms) == (before.losses, before.grad_norms)
     train(1, f"--fp8-level O2 {STILL}", tmp_path, save=4, load=True)
-    elsewhere = train(2, f"--fp8-level O2 --tensor-model-parallel-size 2 {AGAIN}", tmp_path, load=True, until=6)
+    elsewhere = train(2, f"--fp8-level O2 --tensor-model-parallel-size 2 {AGAIN}", tmp_path, load=True, until=3)
     assert elsewhere.losses == pytest.approx(before.losses, abs=1e-3)
 
 

@@ -30,13 +30,13 @@ def without_model() -> list[str]:
     return kept
 
 
-def save(ranks: int, folder, flags: str, base: list[str] = TINY_GPT, steps: int = 4):
-    saving = f"--train-iters {steps} --lr-decay-iters 10 --save {folder} --save-interval 3"
+def save(ranks: int, folder, flags: str, base: list[str] = TINY_GPT, steps: int = 3):
+    saving = f"--train-iters {steps} --lr-decay-iters 10 --save {folder} --save-interval 2"
     return run_megatron(ranks, [*base, *flags.split(), *saving.split()])
 
 
 def resume(ranks: int, folder, flags: str):
-    going_on = f"--train-iters 4 --lr-decay-iters 10 --load {folder} --ckpt-step 3 {READ}"
+    going_on = f"--train-iters 3 --lr-decay-iters 10 --load {folder} --ckpt-step 2 {READ}"
     return run_megatron(ranks, [*without_model(), *flags.split(), *going_on.split()])
 
 
@@ -46,7 +46,7 @@ def test_model_and_layout_come_from_a_checkpoint(tmp_path):
     whole = save(2, tmp_path, f"{batch} --tensor-model-parallel-size 2")
     rest = resume(2, tmp_path, f"{batch} --use-mp-args-from-checkpoint-args")
     assert [line for line in rest.lines if "gradients are stored in BF16: 2 micro-batches a step" in line]
-    assert (rest.losses, rest.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])
+    assert (rest.losses, rest.grad_norms) == (whole.losses[2:], whole.grad_norms[2:])
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_what_changes_the_function_alone_comes_from_a_checkpoint_too(tmp_path):
     said = [line for line in rest.lines if "which Megatron does not take from a checkpoint" in line]
     assert said == [f"[fp8] --use-checkpoint-args: {flag}, which Megatron does not take from a checkpoint"
                     for flag in ("--window-size 12,0", "--norm-epsilon 0.01")]  # fmt: skip
-    assert (rest.losses, rest.grad_norms) == (whole.losses[3:], whole.grad_norms[3:])
+    assert (rest.losses, rest.grad_norms) == (whole.losses[2:], whole.grad_norms[2:])
     other = save(1, tmp_path / "other", O3)
     assert other.losses[0] != whole.losses[0]
 
@@ -84,7 +84,7 @@ def test_a_value_that_is_missing_or_the_same_changes_nothing():
 )
 def test_what_a_level_cannot_train_is_refused_in_one_line(tmp_path, flags, line):
     plain = [word for word in TINY_GPT if word not in ("--swiglu", "--disable-bias-linear")]
-    save(1, tmp_path, flags, plain, steps=3)
+    save(1, tmp_path, flags, plain, steps=2)
     with pytest.raises(RunFailed) as failed:
         resume(1, tmp_path, f"{O3} --finetune")
     said = [text for text in str(failed.value).splitlines() if text.startswith("megatron_fp8: ")]

@@ -165,7 +165,7 @@ def layout(name: str) -> tuple[int, str]:
 
 def whole_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors in a checkpoint that are equal at every layout: masters under one name, no FP8 scales."""
-    found = tensors(folder, 5).items()
+    found = tensors(folder, 3).items()
     return {name.replace(".fp32_param.", ".param."): tensor for name, tensor in found}
 
 
@@ -196,17 +196,17 @@ MOVES = [  # level, the layout that saves, the layout that resumes; the embeddin
 def test_another_layout(level, before, after, tied, tmp_path):
     """The first step's loss, and every weight, master and moment, equal those on one rank bit for bit."""
     (ranks, flags), (other_ranks, other_flags) = layout(before), layout(after)
-    both = f"--fp8-level {level} --num-layers 4"
-    whole = train(ranks, f"{both} {flags}", tmp_path / "first", save=5, until=7, tied=tied)
+    both = f"--fp8-level {level} --num-layers 4 --global-batch-size 4"
+    whole = train(ranks, f"{both} {flags}", tmp_path / "first", save=3, until=5, tied=tied)
     shutil.copytree(tmp_path / "first", tmp_path / "second")
-    (tmp_path / "second/latest_checkpointed_iteration.txt").write_text("5")
-    rest = train(other_ranks, f"{both} {other_flags}", tmp_path / "second", load=True, until=7, tied=tied)
-    assert rest.losses[0] == pytest.approx(whole.losses[5], abs=1e-3)
-    assert rest.losses[1] == pytest.approx((whole.losses[5] + whole.losses[6]) / 2, abs=2e-3)
-    assert rest.grad_norms == pytest.approx(whole.grad_norms[5:7], rel=0.01)
+    (tmp_path / "second/latest_checkpointed_iteration.txt").write_text("3")
+    rest = train(other_ranks, f"{both} {other_flags}", tmp_path / "second", load=True, until=5, tied=tied)
+    assert rest.losses[0] == pytest.approx(whole.losses[3], abs=1e-3)
+    assert rest.losses[1] == pytest.approx((whole.losses[3] + whole.losses[4]) / 2, abs=2e-3)
+    assert rest.grad_norms == pytest.approx(whole.grad_norms[3:5], rel=0.01)
     # without a step it saves what it has loaded
-    still = "--train-iters 5 --override-opt_param-scheduler"
-    train(other_ranks, f"{both} {other_flags} {still}", tmp_path / "second", save=4, load=True, tied=tied)
+    still = "--train-iters 3 --override-opt_param-scheduler"
+    train(other_ranks, f"{both} {other_flags} {still}", tmp_path / "second", save=2, load=True, tied=tied)
     old, new = whole_weights(tmp_path / "first"), whole_weights(tmp_path / "second")
     assert old.keys() == new.keys() and sum(".linear_" in name and name.endswith(".weight") for name in old) == 4 * 4
     assert sum("optimizer.state.param." in name for name in old) > 8 - tied
@@ -351,17 +351,17 @@ def test_a_damaged_non_persistent_checkpoint_is_refused(tmp_path):
 
 def test_what_a_killed_save_has_put_aside_is_put_back_before_it_is_looked_for(tmp_path):
     """Also with non-persistent checkpoints in another folder, and with --use-checkpoint-args."""
-    flags = "--fp8-level O3 --non-persistent-ckpt-type global --non-persistent-save-interval 3"
+    flags = "--fp8-level O3 --non-persistent-ckpt-type global --non-persistent-save-interval 2 --global-batch-size 4"
     flags += f" --non-persistent-global-ckpt-dir {tmp_path / 'fast'}"
-    train(1, flags, tmp_path / "slow", save=10, until=3)
-    folder = tmp_path / "fast/iter_0000003"
+    train(1, flags, tmp_path / "slow", save=10, until=2)
+    folder = tmp_path / "fast/iter_0000002"
     files = list(folder.iterdir())
     (folder / "replaced").mkdir()
     (folder / "unsealed").touch()
     for path in files:
         path.rename(folder / "replaced" / path.name)
-    rest = train(1, f"{flags} --use-checkpoint-args", tmp_path / "slow", save=10, load=True, until=4)
-    assert [step.iteration for step in rest.steps] == [4]
+    rest = train(1, f"{flags} --use-checkpoint-args", tmp_path / "slow", save=10, load=True, until=3)
+    assert [step.iteration for step in rest.steps] == [3]
     assert not (tmp_path / "fast/saving.lock").exists()
 
 

@@ -98,8 +98,8 @@ def test_it_learns_and_the_reference_stays(level, nproc, flags, pairs):
 @pytest.mark.parametrize("level", ["O3", pytest.param("O1", marks=slow)])
 def test_without_a_learning_rate_the_margins_stay_zero(level, pairs):
     """Scales that drift apart would change the result."""
-    run = train(pairs, level, "--lr", "0", "--min-lr", "0", "--train-iters", "10")
-    assert logged(run, "dpo loss") == [LOG2] * 10 and not any(logged(run, "abs log-ratio"))
+    run = train(pairs, level, "--lr", "0", "--min-lr", "0", "--train-iters", "5")
+    assert logged(run, "dpo loss") == [LOG2] * 5 and not any(logged(run, "abs log-ratio"))
 
 
 @pytest.mark.parametrize(
@@ -249,13 +249,14 @@ def test_a_resumed_run_has_the_reference_again(level, pairs, tmp_path):
     began, save = str(tmp_path / "began"), str(tmp_path / "run")
     flags = [*(flag for flag in TINY_GPT if flag != "--mock-data"), "--mock-data", "--fp8-level", level]
     run_megatron(1, [*flags, "--train-iters", "2", "--lr-decay-iters", "10", "--save", began, "--save-interval", "2"])
-    starts = ["--pretrained-checkpoint", began, "--save", save, "--load", save, "--save-interval", "3"]
+    starts = ["--pretrained-checkpoint", began, "--save", save, "--load", save, "--save-interval", "2"]
+    starts += ["--train-iters", "4"]
     whole = train(pairs, level, *starts)
-    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("3")
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("2")
     resumed = train(pairs, level, *starts)
     assert bytes_of(resumed)[0] == bytes_of(whole)[0] and len(bytes_of(whole)[0]) == 1
-    assert bytes_of(resumed)[1] == bytes_of(whole)[1][3:]
-    assert logged(resumed, "dpo loss")[::2] == logged(whole, "dpo loss")[3::2]  # stock logs a mean in between
+    assert bytes_of(resumed)[1] == bytes_of(whole)[1][2:]
+    assert logged(resumed, "dpo loss")[::2] == logged(whole, "dpo loss")[2::2]  # stock logs a mean in between
     assert logged(whole, "dpo loss")[0] == LOG2
 
 
@@ -291,19 +292,19 @@ SAME_ROWS = ["--micro-batch-size", "1", "--fp8-recipe", "tensorwise"]  # a row's
 def test_scores_of_a_file_are_the_resident_reference_s(level, nproc, flags, pairs, scored, tmp_path):
     """To the last bit: every loss and gradient norm, and all bytes of the policy after each step. So a resident
     reference is in no gradient norm; nor is it in a checkpoint."""
-    flags = [*SAME_ROWS, *flags.split()]
-    saves = [["--save", str(tmp_path / name), "--save-interval", "6"] for name in ("resident", "file")]
+    flags = [*SAME_ROWS, "--train-iters", "3", *flags.split()]
+    saves = [["--save", str(tmp_path / name), "--save-interval", "3"] for name in ("resident", "file")]
     resident = train(pairs, level, *flags, *saves[0], nproc=nproc)
     run = train(pairs, level, *scored(level, *flags, nproc=nproc), *saves[1], nproc=nproc)
-    assert run.grad_norms == resident.grad_norms and len(run.grad_norms) == 6
+    assert run.grad_norms == resident.grad_norms and len(run.grad_norms) == 3
     beside, without = (
-        dcp.FileSystemReader(f"{folder}/iter_0000006").read_metadata().state_dict_metadata for _, folder, *_ in saves
+        dcp.FileSystemReader(f"{folder}/iter_0000003").read_metadata().state_dict_metadata for _, folder, *_ in saves
     )
     assert beside.keys() == without.keys() and len(without) > 20
     assert logged(run, "dpo loss") == logged(resident, "dpo loss") and logged(run, "dpo loss")[0] == LOG2
     for rank in range(nproc):
         none, policy = bytes_of(run, rank)
-        assert policy == bytes_of(resident, rank)[1] and len(set(policy)) == 6
+        assert policy == bytes_of(resident, rank)[1] and len(set(policy)) == 3
         assert len(none) == 1 and none != bytes_of(resident, rank)[0]
     assert not any("the reference is on the device" in line for line in run.lines)
 
@@ -406,7 +407,7 @@ def test_adapters_beside_a_routers_bias_that_moves_are_refused(pairs):
         train(pairs, "O3", *MOVED.split(), "0.05", **env)
     (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
     assert "--moe-router-enable-expert-bias: each step moves" in line and "--moe-router-bias-update-rate 0," in line
-    run = train(pairs, "O3", *LORA, *MOVED.split(), "0", **env)
+    run = train(pairs, "O3", *LORA, *MOVED.split(), "0", "--train-iters", "2", **env)
     assert logged(run, "dpo loss")[0] == LOG2
 
 

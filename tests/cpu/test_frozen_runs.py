@@ -101,8 +101,9 @@ def test_the_example_trains_layers_that_are_recomputed(level):
     script, env = str(ROOT / "examples/lora.py"), {"PYTHONPATH": str(ROOT)}
     flags = [str(ROOT / "pretrain_gpt_fp8.py"), *TINY_GPT, *SIX, *LORA, "--fp8-level", level]
     again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    again += "--train-iters 3".split()
     kept, recomputed = (run_megatron(1, [*flags, *more], script=script, env=env) for more in ([], again))
-    assert recomputed.losses == kept.losses and recomputed.grad_norms == kept.grad_norms
+    assert recomputed.losses == kept.losses[:3] and recomputed.grad_norms == kept.grad_norms[:3]
     assert min(kept.grad_norms) > 0
     assert not any(CUT_OFF in line for line in recomputed.lines)
 
@@ -141,9 +142,10 @@ def test_the_example_says_in_a_line_what_it_does_not_fit(flags):
 def base(tmp_path_factory) -> tuple[str, float]:
     """A checkpoint of a whole run without adapters, and the loss that the next step begins with."""
     folder = str(tmp_path_factory.mktemp("base"))
-    flags = [*TINY_GPT, "--use-distributed-optimizer", "--fp8-level", "O3", "--lr", "1e-2"]
+    flags = [*TINY_GPT, "--micro-batch-size", "4", "--use-distributed-optimizer", "--fp8-level", "O3", "--lr", "1e-2"]
     run_megatron(1, [*flags, "--save", folder, "--save-interval", "10"])
-    return folder, run_megatron(1, [*flags, "--load", folder, "--finetune", "--train-iters", "3"]).losses[0]
+    once = ["--finetune", "--train-iters", "1", "--lr-decay-iters", "10"]
+    return folder, run_megatron(1, [*flags, "--load", folder, *once]).losses[0]
 
 
 @pytest.mark.parametrize(
@@ -229,12 +231,12 @@ def test_a_part_in_layouts(base, layout, expected):
 )
 def test_a_resumed_run_has_the_same_losses(base, flags, tmp_path):
     flags = [*(LORA if base == "all" else []), *flags, "--use-distributed-optimizer"]
-    keep = ["--save", str(tmp_path), "--save-interval", "3"]
-    whole = train(base, "O3", *flags, *keep, nproc=2)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    flags += ["--train-iters", "4"]
+    whole = train(base, "O3", *flags, "--save", str(tmp_path), "--save-interval", "2", nproc=2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = train(base, "O3", *flags, "--load", str(tmp_path), nproc=2)
-    assert len(resumed.losses) == 3 and resumed.grad_norms == whole.grad_norms[3:]
-    assert resumed.losses[::2] == whole.losses[3::2]  # stock logs the mean of the first two losses in between
+    assert len(resumed.losses) == 2 and resumed.grad_norms == whole.grad_norms[2:]
+    assert resumed.losses[0] == whole.losses[2]  # stock logs the mean of the first two losses next
 
 
 @slow

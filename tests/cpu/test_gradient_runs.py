@@ -102,8 +102,8 @@ def test_shared_scales_without_auto_scaling_train(scaling):
 )
 def test_the_two_level_reduction_trains(nproc, cut):
     reference = train(2, cells("fp32", "fp32") + OVERLAP)
-    run = train(nproc, f"{cells('fp8', 'block')}{OVERLAP} {cut}")
-    assert run.losses == pytest.approx(reference.losses, abs=2e-3)
+    run = train(nproc, f"{cells('fp8', 'block')}{OVERLAP} {cut} --train-iters 3")
+    assert len(run.losses) == 3 and run.losses == pytest.approx(reference.losses[:3], abs=2e-3)
     assert sum(step.skipped for step in run.steps) == 0
     (sent,) = [line for line in run.lines if "MB sent a step" in line]
     assert ("grad_reduce_across_nodes" in sent) == (nproc == 4)

@@ -14,7 +14,8 @@ nightly = pytest.mark.slow
 
 def saving(folder) -> list[str]:
     """A run that saves at every step."""
-    return [*TINY_GPT, *UNCHECKED, *"--train-iters 9 --save-interval 1 --save".split(), str(folder)]
+    few = "--micro-batch-size 4 --train-iters 9 --save-interval 1"
+    return [*TINY_GPT, *UNCHECKED, *few.split(), "--save", str(folder)]
 
 
 @pytest.mark.parametrize(

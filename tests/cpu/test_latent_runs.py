@@ -41,7 +41,7 @@ def stock(nproc: int, flags: str):
     ],
 )
 def test_trains(nproc, flags):
-    run = train(nproc, flags)
+    run = train(nproc, f"{flags} --global-batch-size 4")
     assert [line for line in run.lines if "--multi-latent-attention: the down projections stay in BF16" in line]
     assert run.losses[0] > 5.4 and run.losses[-1] < run.losses[0] - 0.1
 

@@ -6,6 +6,7 @@ from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron, script_path
 
 FEW = [*TINY_GPT, *SIX_STEPS, "--global-batch-size", "4"]  # two micro-batches, or one on each of two ranks
 O1 = ["--fp8-level", "O1"]
+THREE = ["--train-iters", "3"]  # of these steps
 
 
 @pytest.fixture(scope="module")
@@ -13,12 +14,12 @@ def stock():
     return run_megatron(1, FEW)
 
 
-def close_to(run, stock, loss=4e-3, norm=2e-2):
+def close_to(run, stock, steps=6):
     assert stock.losses[-1] < stock.losses[0] - 0.25
-    assert len(run.losses) == len(stock.losses)
-    assert run.losses == pytest.approx(stock.losses, abs=loss)
-    assert run.grad_norms == pytest.approx(stock.grad_norms, abs=norm)
-    assert run.losses != stock.losses  # something was quantised
+    assert len(run.losses) == steps
+    assert run.losses == pytest.approx(stock.losses[:steps], abs=4e-3)
+    assert run.grad_norms == pytest.approx(stock.grad_norms[:steps], abs=2e-2)
+    assert run.losses != stock.losses[:steps]  # something was quantised
     assert sum(step.skipped for step in run.steps) == 0
 
 
@@ -52,10 +53,11 @@ def test_tensor_and_sequence_parallel():
 
     A level without it: test_layouts.py.
     """
-    tp = [*FEW, "--tensor-model-parallel-size", "2"]
+    tp = [*FEW, "--micro-batch-size", "4", "--tensor-model-parallel-size", "2"]
     close_to(run_megatron(2, [*tp, "--sequence-parallel", *O1]), run_megatron(2, tp))
 
 
+@nightly  # test_layouts.py has stages at O1 for every change
 def test_pipeline_parallel():
     pp = [*FEW, "--pipeline-model-parallel-size", "2"]
     close_to(run_megatron(2, [*pp, *O1]), run_megatron(2, pp))
@@ -70,15 +72,14 @@ def test_pipeline_parallel():
 )
 def test_what_trades_memory_for_time_changes_no_digit(flags):
     plain = run_megatron(1, [*FEW, *O1])
-    traded = run_megatron(1, [*FEW, *O1, *flags.split()])
-    assert traded.losses == plain.losses and traded.grad_norms == plain.grad_norms
+    traded = run_megatron(1, [*FEW, *O1, *THREE, *flags.split()])
+    assert traded.losses == plain.losses[:3] and traded.grad_norms == plain.grad_norms[:3]
 
 
 def test_evaluation_in_the_middle_changes_no_step():
     data = "--split 80,20,0 --eval-iters 2".split()
-    plain = run_megatron(2, [*FEW, *O1, *data, "--use-distributed-optimizer", "--train-iters", "5"])
-    often = ["--train-iters", "5", "--eval-interval", "2"]
-    evaluated = run_megatron(2, [*FEW, *O1, *data, "--use-distributed-optimizer", *often])
+    flags = [*FEW, *O1, *THREE, *data, "--use-distributed-optimizer"]
+    plain, evaluated = (run_megatron(2, [*flags, *often]) for often in ([], ["--eval-interval", "1"]))
     assert evaluated.losses == plain.losses
     assert len(evaluated.validation_losses) > 2
     assert evaluated.validation_losses[2] < evaluated.validation_losses[0]
@@ -86,12 +87,11 @@ def test_evaluation_in_the_middle_changes_no_step():
 
 def test_ranks_and_accumulation_change_only_the_wire():
     """The same global batch on 1 and 2 ranks: the gradients differ by one FP8 rounding on the wire."""
-    few = [*TINY_GPT, *SIX_STEPS, *O1]  # two micro-batches on each of two ranks
+    few = [*TINY_GPT, *SIX_STEPS, *O1, "--train-iters", "5"]  # two micro-batches on each of two ranks
     one = run_megatron(1, [*few, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
     two = run_megatron(2, [*few, *"--fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()])
     # The order of a sum, until it tips an FP8 rounding: what is cast is not on BF16's grid, which hid differences.
-    assert two.losses[:5] == pytest.approx(one.losses[:5], abs=1e-5)
-    assert two.losses == pytest.approx(one.losses, abs=2e-4)
+    assert len(two.losses) == 5 and two.losses == pytest.approx(one.losses, abs=1e-5)
     wire = run_megatron(2, few)
     assert wire.losses != two.losses and wire.losses == pytest.approx(two.losses, abs=1e-3)
 
@@ -99,8 +99,8 @@ def test_ranks_and_accumulation_change_only_the_wire():
 def test_a_command_for_transformer_engine_and_apex_runs_unchanged(stock):
     """None of the flags that stock needs where neither is installed."""
     te_only = [f for f in FEW if not f.startswith("--no-") and f not in ("--transformer-impl", "local")]
-    run = run_megatron(1, [*te_only, *O1])
-    close_to(run, stock)
+    run = run_megatron(1, [*te_only, *O1, *THREE])
+    close_to(run, stock, 3)
     assert sum("[fp8] " in line and "rope-fusion" in line for line in run.lines) == 1
 
 
@@ -121,15 +121,13 @@ def test_experts_stay_in_bf16():
 def test_model_provider_scripts_work(stock):
     script = str(ROOT / "tests/scripts/legacy_gpt.py")
     tools = {"PYTHONPATH": script_path()}
-    flags = FEW
-    old = run_megatron(1, flags, script=["-m", "megatron_fp8", script], env=tools)
-    new = run_megatron(1, [*flags, *O1], script=["-m", "megatron_fp8", script], env=tools)
-    close_to(new, old)
+    new = run_megatron(1, [*FEW, *O1, *THREE], script=["-m", "megatron_fp8", script], env=tools)
+    close_to(new, stock, 3)
 
 
 def test_the_log_says_what_is_held_and_sent():
     two = "--global-batch-size 8".split()  # micro-batches on each rank
-    run = run_megatron(2, [*FEW, *two, *O1, "--use-distributed-optimizer", "--train-iters", "3"])
+    run = run_megatron(2, [*FEW, *two, *O1, "--use-distributed-optimizer", "--train-iters", "2"])
     (at,) = [i for i, line in enumerate(run.lines) if "[fp8] O1: " in line]
     assert run.lines[at].endswith(
         "[fp8] O1: the GEMMs of 8 of 8 linears are in FP8 (E4M3 and E5M2, delayed scales, by this package's emulation "

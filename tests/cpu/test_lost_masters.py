@@ -14,6 +14,7 @@ slow = pytest.mark.slow
 LLAMA = [*TINY_GPT, *"--vocab-size 256 --group-query-attention --num-query-groups 2 --fp8-level O3".split()]
 AS_LOADED = "--fp8-masters-as-loaded"
 SMALL_STEPS = "--finetune --train-iters 10 --lr 1e-6 --min-lr 1e-6 --lr-warmup-iters 0 --weight-decay 0".split()
+SMALL_STEPS += ["--micro-batch-size", "4"]
 
 
 @pytest.fixture(scope="module")

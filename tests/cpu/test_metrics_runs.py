@@ -37,7 +37,7 @@ def measured(tmp_path, nproc: int, flags: str, **options):
 )
 def test_the_file_is_the_log_with_every_digit(tmp_path, nproc, flags):
     """And the run equals the run without the file, with a level or without."""
-    flags = f"{EVALUATED} --train-iters 5 --log-params-norm {flags}"
+    flags = f"{EVALUATED} --train-iters 5 --global-batch-size 4 --log-params-norm {flags}"
     run, found = measured(tmp_path, nproc, flags)
     plain = run_megatron(nproc, [*TINY_GPT, *flags.split()])
     assert plain.losses == run.losses and plain.grad_norms == run.grad_norms

@@ -30,7 +30,7 @@ BIASES = [flag for flag in TINY_GPT if flag not in ("--disable-bias-linear", "--
     ],
 )  # fmt: skip
 def test_recomputed_runs_have_the_same_losses(base, nproc, flags, modules):
-    plain = [*base, *flags.split(), "--train-iters", "4"]
+    plain = [*base, *flags.split(), *"--train-iters 4 --global-batch-size 4".split()]
     recomputed = [*plain, "--recompute-granularity", "selective", "--recompute-modules", *modules.split()]
     kept, again = run_megatron(nproc, plain), run_megatron(nproc, recomputed)
     assert again.losses == kept.losses and len(kept.losses) == 4

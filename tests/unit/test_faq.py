@@ -1,6 +1,7 @@
 """docs/faq.md quotes lines of the log and errors as the code writes them."""
 
 import ast
+import functools
 import re
 
 import pytest
@@ -24,6 +25,7 @@ ADAPTED = "[fp8] --transformer-impl transformer_engine: "
 SHORT = 4  # characters: what stands between two parts of a line
 
 
+@functools.cache
 def constants() -> str:
     """All strings of the package's code but docstrings, a zero byte between two."""
     found = []

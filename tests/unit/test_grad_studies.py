@@ -14,7 +14,7 @@ import grad_error
 from grad_accumulation import STORAGES, add_nearest, add_stochastic
 from grad_error import MODES, gaussian, highest_mu, shared_mean, student, study
 
-N = 1 << 13
+N = 1 << 12
 ONE = torch.tensor(1.0)
 
 

@@ -276,7 +276,8 @@ def left(*flags: str, env: dict[str, str] | None = None) -> tuple[list[str], int
 def test_a_run_leaves_nothing(tmp_path):
     """After uninstall() every name is the original object, and the package's modules hold what they held."""
     what = f"--fp8-level O3 --fp8-log-interval 2 --fp8-log-update-norm --save {tmp_path} --save-interval 3"
-    what += " --eval-iters 1 --eval-interval 5 --split 9,1,0 --fp8-lm-head --fp8-log-gemm --fp8-sharpness-interval 3"
+    what += " --eval-iters 1 --eval-interval 2 --split 9,1,0 --fp8-lm-head --fp8-log-gemm --fp8-sharpness-interval 3"
+    what += " --train-iters 3"
     found, hooked, there = left(*what.split())
     assert not found and hooked > 30 and there > 2000
 

@@ -269,7 +269,7 @@ def test_the_gap_that_could_have_been_seen_is_said(report):
 
 
 @pytest.mark.parametrize("within, word", [(20.0, "yes (p "), (0.001, "no"), (None, "")])
-def test_equal_within_a_bound_is_told(report, folder, within, word):
+def test_equal_within_a_bound_is_told(report, folder, drawn, within, word):
     """E8M3's gap at the low rate; the words are those of statistics.equivalence_words, the bound is of the loss."""
     gap = table(report, "Wilcoxon p")[1]
     with closing(Store(folder / "sweep.sqlite")) as store:
@@ -556,9 +556,11 @@ def test_pictures_show_what_diverged(report):
     assert losses.count(f'href="#{name}"') == 7  # one for each run
 
 
-def test_where_no_pair_is_healthy_the_picture_says_so(tmp_path):
-    fill(tmp_path / "sweep.sqlite", plan(2), diverges=lambda row: row.learning_rate == 1e-2).close()
-    assert reports(tmp_path)["figures/gaps.svg"].count("no pair without a divergence") == 1
+def test_where_no_pair_is_healthy_the_picture_says_so(tmp_path, drawn):
+    with closing(fill(tmp_path / "s", plan(2), diverges=lambda row: row.learning_rate == 1e-2)) as store:
+        plots.gaps(Results(store))
+    said = [text.get_text() for panel in drawn["gaps"].flat for text in panel.texts]
+    assert said.count("no pair without a divergence") == 1
 
 
 def test_a_curve_ends_with_its_last_finite_value():

@@ -4,11 +4,10 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 
 import pytest
 from commands import error_of
-from launch import ROOT
+from launch import ROOT, RunFailed, forked
 from slurm_jobs import checkpoint
 
 from megatron_fp8.cli import main
@@ -262,11 +261,13 @@ def test_a_job_that_is_submitted_in_a_job_inherits_nothing_of_it(launch, tmp_pat
 )
 def test_flags_that_megatron_would_refuse_are_refused_here(tmp_path, flags, line):
     files = ["model/gpt-125m", "layout/gpt-125m-8gpus", "recipe/pretrain", "recipe/gpt-125m", "recipe/mock-data"]
-    command = [sys.executable, "-m", "megatron_fp8.cli", "launch", *files, "--nodes", "2", f"--flags={flags}"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    said = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and said.startswith(f"megatron_fp8: {line}"), done.stderr
+    words = ["launch", *files, "--nodes", "2", f"--flags={flags}"]
+    script = tmp_path / "there.py"
+    script.write_text(f"import os, megatron_fp8.cli as cli\nos.chdir({str(tmp_path)!r})\ncli.main({words})\n")
+    with pytest.raises(RunFailed) as failed:
+        forked(1, [str(script)], tmp_path / "log", timeout=600)
+    said = [text for text in str(failed.value).splitlines() if text.startswith("megatron_fp8: ")]
+    assert failed.value.code == 2 and said[-1].startswith(f"megatron_fp8: {line}"), str(failed.value)
     assert not (tmp_path / "runs").exists()
 
 

@@ -9,6 +9,7 @@ in a step
 b is the bytes of the gradient (4, or 1) plus those of the weight (2, or 1). Embedding and head stay at 6.
 """
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -84,8 +85,9 @@ def reduced_in_blocks(model) -> int:
     return wire.sent_bytes.pop("grad_reduce")
 
 
-def reduced_with_a_shared_scale(model) -> int:
-    """Bytes sent if each linear of a rank is a tensor: qkv, proj, fc1 and fc2 of every layer."""
+@functools.cache
+def reduced_with_a_shared_scale(model) -> tuple[int, int]:
+    """Bytes of gradients and of scales if each linear of a rank is a tensor: qkv, proj, fc1, fc2 of every layer."""
     share, layers = model.hidden**2 // model.tp, model.layers // model.pp
     sizes = [part * share for part in (3, 1, 4, 4)] * layers
     assert sum(sizes) == model.weights
@@ -95,7 +97,9 @@ def reduced_with_a_shared_scale(model) -> int:
         spans = [(end - sizes[first + i], end, first + i) for i, end in enumerate(ends)]
         wire.Flight(shared.reduce(on_meta(ends[-1], torch.bfloat16), spans)).land()
     shared.end_step(1)
-    return wire.sent_bytes.pop("grad_reduce")
+    sent = wire.sent_bytes.pop("grad_reduce"), wire.sent_bytes.pop("grad_scales")
+    assert not wire.sent_bytes
+    return sent
 
 
 def gathered(model, dtype) -> int:
@@ -109,14 +113,13 @@ def test_blocks_cost_a_byte_and_a_128th(model):
 
 
 def test_a_shared_scale_costs_a_byte_and_its_scales_next_to_nothing(model):
-    assert reduced_with_a_shared_scale(model) == model.sent
-    scales = wire.sent_bytes.pop("grad_scales")
-    assert 0 < scales < 1e-6 * model.sent and not wire.sent_bytes
+    gradients, scales = reduced_with_a_shared_scale(model)
+    assert gradients == model.sent and 0 < scales < 1e-6 * model.sent
 
 
 def test_the_papers_volume_of_fp8(model):
     """FP8 gradients, and weights gathered in one byte. At O1 they take two: see test_o1_gathers_weights_in_bf16."""
-    total = reduced_with_a_shared_scale(model) + gathered(model, torch.uint8) + model.embeddings
+    total = reduced_with_a_shared_scale(model)[0] + gathered(model, torch.uint8) + model.embeddings
     formula = (model.weights * 2 + 2 * VOCABULARY * model.hidden / model.tp * 6) * (model.dp - 1) / model.dp
     assert total == pytest.approx(formula, rel=1e-12)
     assert total / GIB == pytest.approx(model.fp8, abs=0.1)
