@@ -153,9 +153,13 @@ class _ContextAttention(Function):
 
 
 def _begin(ctx) -> None:
-    """Ask the other ranks for K and V, which the backward pass of _ContextAttention needs."""
+    """Ask the other ranks for K and V, which the backward pass of _ContextAttention needs.
+
+    Not yet if they have no memory: --recompute-modules mla_up_proj computes them again when the gradient comes.
+    """
     saved = ctx.saved_tensors
-    ctx.begun = saved, ctx.how[2](_side_by_side(*saved[1:3]))
+    if saved[1].untyped_storage().nbytes():
+        ctx.begun = saved, ctx.how[2](_side_by_side(*saved[1:3]))
 
 
 def _side_by_side(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
