@@ -1,6 +1,8 @@
 """Context parallelism without Transformer Engine in Megatron's loop, over gloo: the losses and gradient norms of the
 run in which no rank shares a sequence with another."""
 
+import re
+
 import pytest
 from megatron_runs import SIX_STEPS, TINY_GPT, run_megatron
 
@@ -62,6 +64,40 @@ def test_the_losses_of_one_rank_in_more_layouts(case):
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "two" else pytest.mark.slow) for c in FETCHED])
 def test_the_losses_of_one_rank_with_keys_that_are_fetched(case):
     check(*FETCHED[case], script="tests/scripts/fetched_keys.py")
+
+
+def numbers(run, name: str) -> list[float]:
+    """A quantity of each step, by --fp8-log-exact."""
+    return [float(n) for n in re.findall(rf"exact {name} ([^\s;]+)", "\n".join(run.lines))]
+
+
+IN_FP32 = {
+    "two": (2, CP),
+    "four": (4, f"--context-parallel-size 4 {GROUPED}"),
+    "sequence": (4, f"{CP} {TP} --sequence-parallel"),
+    "pipeline": (4, f"{CP} --pipeline-model-parallel-size 2"),
+    "data-sharded": (4, f"{CP} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "latent-recomputed": (4, f"--context-parallel-size 4 {LATENT} {RECOMPUTED}"),
+    "core-attention-recomputed": (2, f"{CP} --recompute-granularity selective"),
+    "experts": (4, f"{CP} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"),
+    "fetched": (4, f"--context-parallel-size 4 {GROUPED}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", IN_FP32)
+def test_fp32_has_the_numbers_of_one_rank(case):
+    """Without BF16's rounding losses are within 1e-5, and so are the norms of the gradients."""
+    ranks, flags = IN_FP32[case]
+    _, size, *others = flags.split()
+    how = {"script": "tests/scripts/in_fp32.py", "timeout": 300, "cold": True}
+    env = {"IN_FP32": "tests/scripts/fetched_keys.py"} if case == "fetched" else {}
+    given = [*RUN, *EXACT, "--fp8-log-exact"]
+    whole = run_megatron(ranks // int(size), [*given, *others], **how)
+    cut = run_megatron(ranks, [*given, *flags.split()], env=env, **how)
+    for name in ("lm loss", "grad norm"):
+        found = numbers(cut, name)
+        assert len(found) == 6 and found == pytest.approx(numbers(whole, name), abs=1e-5), name
 
 
 @pytest.mark.parametrize(
