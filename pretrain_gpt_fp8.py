@@ -13,6 +13,7 @@ STARTED = time.time()  # before the heavy imports: Megatron reports the start-up
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags import args_file
+from megatron_fp8.flags.level import LEVEL, is_stock
 from megatron_fp8.flags.usage import hide_missing_package_warnings, one_line_errors, refuse_flags
 
 with one_line_errors():
@@ -46,6 +47,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from megatron_fp8.layers.packed import share_row
 from megatron_fp8.tuning import no_answer
 from megatron_fp8.tuning.conversations import ConversationDataset
 
@@ -84,13 +86,13 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
     """The next micro-batch: {key of BATCH_KEYS: (batch, sequence) tensor, or None if this stage does not use it}.
 
     The first tensor-parallel rank reads it and broadcasts it; context parallelism splits it along the sequence.
-    With --sft every stage gets all samples in one row, (1, batch * sequence), and PACK_KEYS.
+    With --sft every stage gets all samples in one row, (1, batch * sequence), or its part of it, and PACK_KEYS.
     """
     args = get_args()
     if not args.sft and not reads_data(vp_stage):
         return dict.fromkeys(BATCH_KEYS)
     if args.sft and args.tensor_model_parallel_size == args.pipeline_model_parallel_size == 1:
-        return packed_batch(next_sample(data_iterator))
+        return on_this_context_rank(packed_batch(next_sample(data_iterator)))
     batch: dict[str, torch.Tensor | None] = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
@@ -105,7 +107,7 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
-        cp_size=args.context_parallel_size,
+        cp_size=1,  # else it sends the ends that documents have with padding, which these rows do not need
         tp_rank=tp_rank,
         # An evaluation alone has no gradients. Stock's script expects training's size there too, and fails.
         micro_batch_size=args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size,
@@ -115,9 +117,13 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    if args.sft:
-        return flatten_batch_for_packed_sequences(batch)
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+    return on_this_context_rank(flatten_batch_for_packed_sequences(batch) if args.sft else batch)
+
+
+def on_this_context_rank(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """This rank's two chunks of each sequence; of a row of documents, wherever they end."""
+    group = mpu.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group, use_per_sequence_balancing=True)
 
 
 def next_sample(data_iterator) -> dict[str, torch.Tensor]:
@@ -145,6 +151,8 @@ def packs(batch: dict[str, torch.Tensor | None]) -> dict[str, PackedSeqParams]:
         return {}
     most = int(longest.max())
     params = PackedSeqParams("thd", ends[0], ends[0], max_seqlen_q=most, max_seqlen_kv=most)
+    if get_args().context_parallel_size > 1:
+        share_row(params, mpu.get_context_parallel_group())
     return {"packed_seq_params": params}
 
 
@@ -217,7 +225,7 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None, packe
         fast_cache_load=args.dataloader_fast_cache_load,
         sequences_per_dataset=sequences_per_dataset,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        context_parallel_size=args.context_parallel_size,
+        context_parallel_size=1 if args.sft else args.context_parallel_size,  # else each document is padded
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
@@ -245,7 +253,7 @@ def get_embedding_ranks(pp_ranks: list[int]) -> list[int]:
 
 def check_packs(args) -> None:
     """With --sft, raise UserError for an unsupported layout, and switch off the dataset's mask, which is never read."""
-    if args.context_parallel_size > 1:
+    if args.context_parallel_size > 1 and (args.fp8_attention == "te" or is_stock(LEVEL.given(args))):
         raise UserError("--sft with --context-parallel-size: run Megatron's own script, with --fp8-attention te")
     if args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
         raise UserError(

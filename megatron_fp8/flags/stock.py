@@ -171,6 +171,9 @@ OTHER_THAN_TP = When(
 
 
 ALL_TO_ALL = When("a2a or a2a+p2p", lambda value, args: bool({"a2a", "a2a+p2p"} & set(value or ())))
+NOT_ONLY_PEERS = When(
+    "all_gather, a2a or a2a+p2p", lambda value, args: bool({"all_gather", "a2a", "a2a+p2p"} & set(value or ()))
+)
 PEER_TO_PEER = When("p2p", lambda value, args: "p2p" in (value or ()))
 NO_WAY = When(
     "other than p2p, all_gather, a2a, a2a+p2p",
@@ -184,6 +187,16 @@ def beside_context(when: When) -> When:
         When(
             f"{when.text}, with --context-parallel-size",
             lambda value, args: args.context_parallel_size > 1 and when.test(value, args),
+        )
+    )
+
+
+def beside_documents(when: When, packs: bool = True) -> When:
+    """`when`, with context parallelism in torch's attention and packed documents; packs=False: and without them."""
+    return beside_context(
+        When(
+            f"{when.text}, {'with' if packs else 'without'} --sft",
+            lambda value, args: getattr(args, "sft", False) == packs and when.test(value, args),
         )
     )
 
@@ -351,6 +364,12 @@ KEYS_FETCHED = (
     "keys and values are fetched from rank after rank if those of a layer and a whole sequence take more than "
     f"{FETCHED_ABOVE >> 20} MiB; else they are gathered, which costs less (same result)"
 )
+PACKS_FETCHED = "p2p instead: of packed documents keys and values are fetched from rank after rank (same result)"
+DOCUMENTS_CUT = "remove it, or --context-parallel-size: with --sft stock's code for it expects each document in chunks"
+ANSWERS_CUT = (
+    "add it: with --sft and --context-parallel-size the mean is of each rank's mean, and a rank may have few answer "
+    "tokens of a sequence, another many"
+)
 TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which supports it"
 TE = "transformer_engine.pytorch"
 FUSED_WGRAD = "fused_weight_gradient_mlp_cuda"
@@ -478,11 +497,14 @@ TABLE: list[Row] = [
     *_refuse("--window-size --reset-attention-mask", WITHOUT_CONTEXT, beside_context(GIVEN)),
     *_refuse("--attention-dropout", f"use 0: {BLOCKS_DRAW}", beside_context(GIVEN)),
     *_adapt("--no-create-attention-mask-in-dataloader", False, UNREAD, in_torch(NO_READER)),
-    *_adapt("--cp-comm-type", ["all_gather"], KEYS_GATHERED, beside_context(ALL_TO_ALL)),
-    *_note("--cp-comm-type", KEYS_FETCHED, beside_context(PEER_TO_PEER)),
+    *_adapt("--cp-comm-type", ["all_gather"], KEYS_GATHERED, beside_documents(ALL_TO_ALL, packs=False)),
+    *_note("--cp-comm-type", KEYS_FETCHED, beside_documents(PEER_TO_PEER, packs=False)),
+    *_adapt("--cp-comm-type", ["p2p"], PACKS_FETCHED, beside_documents(NOT_ONLY_PEERS)),
     *_refuse("--cp-comm-type", "use p2p or all_gather", beside_context(NO_WAY)),
     *_adapt("--hierarchical-context-parallel-sizes", None, KEYS_GATHERED, beside_context(GIVEN)),
-    *_refuse("--sft --dataloader-inter-document-masking", WITHOUT_CONTEXT, beside_context(GIVEN)),
+    *_refuse("--dataloader-inter-document-masking", WITHOUT_CONTEXT, beside_context(GIVEN)),
+    *_refuse("--multi-latent-attention --mtp-num-layers", DOCUMENTS_CUT, beside_documents(GIVEN)),
+    *_refuse("--calculate-per-token-loss", ANSWERS_CUT, beside_documents(NOT_GIVEN)),
     *_note("--sft --dataloader-inter-document-masking", PACKED, in_torch(GIVEN)),
     *_note("--sft-tokenizer-prompt-format", UNMASKED, PROMPTS),
     *_refuse("--attention-dropout", "add --attention-dropout 0, or --fp8-attention te", packed(other_than("0.0"))),

@@ -79,8 +79,8 @@ class TorchAttention(MegatronModule):
     --apply-query-key-layer-scaling scales the logits down before an FP16 product and up after it; in FP32 there is
     nothing to do.  For packed sequences b is 1, or left out: query (t, np, hn) -> (t, np * hv).
 
-    Raises UserError for another kind of mask, a bias, dropout in packed sequences, or queries and keys of different
-    lengths.
+    Raises UserError for another kind of mask, a bias, dropout in packed sequences, queries and keys of different
+    lengths, or packed sequences that context parallelism has cut document by document.
     """
 
     def __init__(
@@ -127,8 +127,6 @@ class TorchAttention(MegatronModule):
                 "mask, use --attention-backend unfused"
             )
         if packed_seq_params is not None:
-            if self.context is not None:
-                raise UserError("--context-parallel-size with packed sequences (--sft): add --fp8-attention te")
             return self._packed(query, key, value, documents_of(packed_seq_params))
         if self.context is not None:
             with _fastest_first():
@@ -161,6 +159,13 @@ class TorchAttention(MegatronModule):
             raise UserError(
                 "--sft: packed sequences know no dropout: give --attention-dropout 0, or --fp8-attention te"
             )
+        if self.context is not None and documents.context is None:
+            raise UserError(
+                "--context-parallel-size with packed sequences that another script has cut, document by document: run "
+                "pretrain_gpt_fp8.py, or add --fp8-attention te"
+            )
+        if self.context is not None:
+            return context_parallel.attention(query, key, value, self.scale, self.context, documents=documents)
         q, k, v = (t.squeeze(1) if t.dim() == 4 else t for t in (query, key, value))
         out = attend(q, k, v, documents, self.window, self.scale)
         y = out.reshape(*query.shape[:-2], -1)

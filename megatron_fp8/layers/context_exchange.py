@@ -35,10 +35,19 @@ from ..comm import tensor, wire
 
 
 class Block(NamedTuple):
-    """Own queries from row `first` on, against another rank's keys and values (t, b, ng, hn + hv), all of them seen."""
+    """Own queries from row `first` on, against another rank's keys and values (t, b, ng, hn + hv), all of them seen.
+
+    chunks: of the sequence, whose tokens these are, in their order; () if they are several ranks'.
+    """
 
     first: int
     pairs: torch.Tensor
+    chunks: tuple[int, ...] = ()
+
+
+def own_chunks(rank: int, ranks: int) -> tuple[int, int]:
+    """The two of 2 N chunks of a sequence that a rank has, in their order."""
+    return rank, 2 * ranks - 1 - rank
 
 
 class Gathered:
@@ -126,10 +135,12 @@ class Fetched:
 
     def blocks(self) -> Iterator[Block]:
         """The pairs of each other rank; while one block is computed the next is on its way."""
-        rank, chunk = self._group.rank(), self._rows // 2
-        for i in range(1, self._group.size()):
+        ranks, rank, chunk = self._group.size(), self._group.rank(), self._rows // 2
+        for i in range(1, ranks):
             self._round = i
-            yield Block(0 if i <= rank else chunk, self._landed())
+            owner, _ = self._partners(i)
+            first, chunks = (0, (owner,)) if owner < rank else (chunk, own_chunks(owner, ranks))
+            yield Block(first, self._landed(), chunks)
 
     def _landed(self) -> torch.Tensor:
         """The round's pairs, held by none but the caller; the next round starts."""

@@ -36,6 +36,7 @@ p2p fetches only if the whole K and V of a layer take more than 512 MiB (flags/s
 channels are gathered, 65,536 tokens of 4096 are fetched.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,8 +48,9 @@ from torch.nn.attention import SDPBackend
 from .. import ops
 from ..errors import UserError
 from ..flags.stock import FETCHED_ABOVE
-from .context_exchange import Fetched, Gathered
+from .context_exchange import Block, Fetched, Gathered, own_chunks
 from .function import Function
+from .packed import Documents
 from .parcel import hold
 
 _aten = torch.ops.aten
@@ -64,26 +66,39 @@ class Kernel(NamedTuple):
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor, tuple]]
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
+    def against(self, block: Block) -> "Kernel":
+        """What computes own queries against this block: itself, because each sees all keys."""
+        return self
+
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group, fetch: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    group,
+    fetch: bool = False,
+    documents: Documents | None = None,
 ) -> torch.Tensor:
     """q (s/N, b, np, hn), k (s/N, b, ng, hn), v (s/N, b, ng, hv) -> (s/N, b, np * hv), as stock's chunks.
 
     fetch: whether K and V above FETCHED_ABOVE bytes are fetched instead of gathered.
+    documents: of the sequence, which do not see each other; b is 1 then, and K and V are fetched.
     Raises UserError on a GPU if torch offers neither its cuDNN nor its flash kernel.
     """
-    kernel, width = _kernel(q, k, v), v.shape[3]
+    choose = _kernel if documents is None else functools.partial(_packed_kernel, documents, group)
+    kernel, width = choose(q, k, v), v.shape[3]
     if kernel is None:  # the flash kernel takes one width for all, a multiple of 8
         even = -(-max(q.shape[3], width) // 8) * 8
         q, k, v = (F.pad(t, (0, even - t.shape[3])) for t in (q, k, v))
-        kernel = _kernel(q, k, v)
+        kernel = choose(q, k, v)
     if kernel is None:
         raise UserError(
             f"--context-parallel-size {group.size()}: torch has no fused attention here for heads of {q.shape[3]} in "
             f"{str(q.dtype).removeprefix('torch.')}; use heads of at most 256 and BF16, or --fp8-attention te"
         )
-    exchange = Fetched if fetch and (k.nbytes + v.nbytes) * group.size() > FETCHED_ABOVE else Gathered
+    large = fetch and (k.nbytes + v.nbytes) * group.size() > FETCHED_ABOVE
+    exchange = Fetched if large or documents is not None else Gathered
     y = _ContextAttention.apply(q, k, v, scale, kernel, functools.partial(exchange, group=group))
     if v.shape[3] != width:
         return y.view(*q.shape[:3], -1)[..., :width].flatten(2)
@@ -101,23 +116,35 @@ def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Kernel | None:
     return _FUSED.get(choice)
 
 
+def _packed_kernel(documents: Documents, group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    """The PackedKernel of the own block; None if the GPU's kernel does not take these widths."""
+    if q.is_cuda and (q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > 256):
+        return None
+    own = own_chunks(group.rank(), group.size())
+    return PackedKernel(documents, len(q) // 2, own, own, q.is_cuda)
+
+
 class _ContextAttention(Function):
-    """q, k, v as `attention` -> (s/N, b, np * hv).  exchange(pairs): the Gathered or Fetched of a pass."""
+    """q, k, v as `attention` -> (s/N, b, np * hv).  exchange(pairs): the Gathered or Fetched of a pass.
+
+    kernel: a Kernel, or a PackedKernel.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale: float, kernel: Kernel, exchange):
+    def forward(ctx, q, k, v, scale: float, kernel: Any, exchange):
         theirs, widths = exchange(_side_by_side(k, v)), (k.shape[3], v.shape[3])
         out, lse, rest = kernel.forward(*map(_heads, (q, k, v)), True, scale)
         y, lse = out.permute(2, 0, 1, 3), lse.contiguous()
         del out
         left = theirs.count
-        for first, pairs in theirs.blocks():  # not by enumerate, which holds a block until it has the next
-            keys, values = pairs.split(widths, -1)
-            out, of_block, rest = kernel.forward(*map(_heads, (q[first:], keys, values)), False, scale)
+        for block in theirs.blocks():  # not by enumerate, which holds a block until it has the next
+            keys, values = block.pairs.split(widths, -1)
+            operands = map(_heads, (q[block.first :], keys, values))
+            out, of_block, rest = kernel.against(block).forward(*operands, False, scale)
             left -= 1
             part, dtype = out.permute(2, 0, 1, 3), torch.float32 if left else q.dtype
             y = ops.merge_attention(y, lse, part, of_block, dtype)
-            del pairs, keys, values, out, of_block, part  # the next block may take their memory
+            del block, keys, values, operands, out, of_block, part  # the next block may take their memory
         y = y.flatten(2)
         ctx.save_for_backward(q, k, v, y, lse, *rest)
         ctx.how, ctx.begun, ctx.announced = (scale, kernel, exchange), None, _begin
@@ -133,12 +160,12 @@ class _ContextAttention(Function):
         widths, dq, start = (k.shape[3], v.shape[3]), None, 0
         dy, y = (t.view(*q.shape[:3], -1) for t in (dy, y))
         wide = q.dtype if theirs.count == 1 else torch.float32  # the sum of two is rounded once in either
-        for first, pairs in theirs.blocks():
-            keys, values = pairs.split(widths, -1)
+        for block in theirs.blocks():
+            first, (keys, values) = block.first, block.pairs.split(widths, -1)
             operands = map(_heads, (dy[first:], q[first:], keys, values, y[first:]))
-            grads = kernel.backward(*operands, lse[..., first:].contiguous(), False, scale, *rest)
+            grads = kernel.against(block).backward(*operands, lse[..., first:].contiguous(), False, scale, *rest)
             of_queries, *of_pairs = (t.permute(2, 0, 1, 3) for t in grads)
-            del pairs, keys, values, grads, operands
+            del block, keys, values, grads, operands
             theirs.send(of_pairs)
             if dq is None:
                 dq, start = of_queries.to(wide), first
@@ -205,26 +232,26 @@ def _flash_backward(dout, q, k, v, out, lse, causal: bool, scale: float, *random
     )
 
 
-def _logits(q, k, causal: bool, scale: float) -> torch.Tensor:
-    """(b, ng, np / ng, s, t) in FP32."""
+def _logits(q, k, causal: bool, scale: float, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    """(b, ng, np / ng, s, t) in FP32.  hidden: (s, t), True for keys that a query does not see."""
     logits = scale * q.unflatten(1, (k.shape[1], -1)).float() @ k.unsqueeze(2).float().transpose(-1, -2)
     if causal:
         logits.masked_fill_(torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
-    return logits
+    return logits if hidden is None else logits.masked_fill_(hidden, -torch.inf)
 
 
-def _plain(q, k, v, causal: bool, scale: float):
+def _plain(q, k, v, causal: bool, scale: float, hidden: torch.Tensor | None = None):
     """The formula, in FP32; it runs on a CPU."""
-    logits = _logits(q, k, causal, scale)
-    lse = logits.logsumexp(-1, keepdim=True)
-    out = (logits - lse).exp() @ v.unsqueeze(2).float()
+    logits = _logits(q, k, causal, scale, hidden)
+    lse = logits.logsumexp(-1, keepdim=True)  # -inf for a query that sees no key
+    out = (logits - lse.nan_to_num()).exp() @ v.unsqueeze(2).float()
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2).squeeze(-1), ()
 
 
-def _plain_backward(dout, q, k, v, out, lse, causal: bool, scale: float):
+def _plain_backward(dout, q, k, v, out, lse, causal: bool, scale: float, hidden: torch.Tensor | None = None):
     groups = k.shape[1]
     dout, out, lse = (t.unflatten(1, (groups, -1)).float() for t in (dout, out, lse.unsqueeze(-1)))
-    p = (_logits(q, k, causal, scale) - lse).exp()
+    p = (_logits(q, k, causal, scale, hidden) - lse).exp()
     ds = scale * p * (dout @ v.unsqueeze(2).float().transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
     dq = (ds @ k.unsqueeze(2).float()).flatten(1, 2)
     dk = (ds.transpose(-1, -2) @ q.unflatten(1, (groups, -1)).float()).sum(2)
@@ -237,3 +264,58 @@ _FUSED: dict[Any, Kernel] = {
     int(SDPBackend.CUDNN_ATTENTION): Kernel(_cudnn, _cudnn_backward),
     int(SDPBackend.FLASH_ATTENTION): Kernel(_flash, _flash_backward),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedKernel:
+    """As Kernel, of a row of documents (packed.py): a query sees keys of its own document alone.
+
+    Queries and keys of a block are chunks in the row's order, so a document's lie side by side in both, and one call of
+    the kernel of variable length serves all documents. Many have no query in a block, or no key.
+
+    Attributes:
+        chunk: its number of tokens.
+        queries, keys: of the block, as chunks of the row.
+        fused: whether torch's flash kernel computes it, on a GPU.
+    """
+
+    documents: Documents
+    chunk: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    fused: bool
+
+    def against(self, block: Block) -> "PackedKernel":
+        """What computes own queries against this block."""
+        return dataclasses.replace(self, queries=self.queries[block.first // self.chunk :], keys=block.chunks)
+
+    def forward(self, q, k, v, causal: bool, scale: float):
+        ends = [self.documents.ends_in(chunks, self.chunk) for chunks in (self.queries, self.keys)]
+        if not self.fused:
+            return _plain(q, k, v, causal, scale, _apart(*ends))
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        out, lse, *random, _ = _aten._flash_attention_forward(
+            q, k, v, *ends, *self._longest(), 0.0, causal, False, scale=scale
+        )
+        # For a query that sees no key the kernel's logarithm is +inf.
+        return out.transpose(0, 1)[None], lse.masked_fill(lse == torch.inf, -torch.inf)[None], tuple(random)
+
+    def backward(self, dout, q, k, v, out, lse, causal: bool, scale: float, *random):
+        ends = [self.documents.ends_in(chunks, self.chunk) for chunks in (self.queries, self.keys)]
+        if not self.fused:
+            return _plain_backward(dout, q, k, v, out, lse, causal, scale, _apart(*ends))
+        dout, q, k, v, out = (t[0].transpose(0, 1) for t in (dout, q, k, v, out))
+        grads = _aten._flash_attention_backward(
+            dout, q, k, v, out, lse[0], *ends, *self._longest(), 0.0, causal, *random, scale=scale
+        )
+        return tuple(t.transpose(0, 1)[None] for t in grads)
+
+    def _longest(self) -> list[int]:
+        """Upper bounds of the queries, and of the keys, that a document has in the block."""
+        return [min(self.documents.longest, len(chunks) * self.chunk) for chunks in (self.queries, self.keys)]
+
+
+def _apart(*ends: torch.Tensor) -> torch.Tensor:
+    """(s, t): whether a query and a key belong to different documents, which end at these queries and keys."""
+    of_query, of_key = (torch.searchsorted(of[1:], torch.arange(int(of[-1])), right=True) for of in ends)
+    return of_query[:, None] != of_key

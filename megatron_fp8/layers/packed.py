@@ -12,17 +12,21 @@ replaces the parameters between a layer's parts, and only the core attention rea
     on a GPU   torch's attention of variable length, the flash kernel: one call for all documents
     else       torch's attention, one call a document; it is also the kernel's reference
 
+Context parallelism cuts the row as any sequence, in chunks, wherever documents end (context_parallel.py).
+
 Padding between documents (cu_seqlens_*_padded) belongs to the document before it: attention is causal, so no token
 before the padding sees it.
 """
 
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..errors import UserError
+from .context_exchange import own_chunks
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -37,22 +41,35 @@ class Documents:
     Attributes:
         ends: (n + 1,) int32: 0, and where each document ends; the last at the row's end.
         longest: an upper bound of a document's length.
+        context: the context-parallel ranks that share the row, each with two of its chunks; None: one rank has it.
         qkv_format: Megatron's attention asks for it; with this value it does nothing of its own.
     """
 
     ends: torch.Tensor
     longest: int
+    context: Any = None
     qkv_format: str = "documents"
     _positions: torch.Tensor | None = None
     _gathered: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _cut: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def positions(self, length: int) -> torch.Tensor:
-        """(length,) int64: each token's place in its document."""
+        """(length,) int64: the place in its document of each token that this rank has."""
         if self._positions is None:
-            tokens = torch.arange(length, device=self.ends.device, dtype=self.ends.dtype)
+            ranks = 1 if self.context is None else self.context.size()
+            tokens = torch.arange(length * ranks, device=self.ends.device, dtype=self.ends.dtype)
+            if ranks > 1:
+                chunks = tokens.view(2 * ranks, -1)
+                tokens = torch.cat([chunks[i] for i in own_chunks(self.context.rank(), ranks)])
             document = torch.searchsorted(self.ends[1:], tokens, right=True)
             self._positions = tokens.long() - self.ends.long()[document]
         return self._positions
+
+    def ends_in(self, chunks: tuple[int, ...], size: int) -> torch.Tensor:
+        """(n + 1,) int32: where documents end in these chunks of the row, of `size` tokens, one after the other."""
+        if chunks not in self._cut:
+            self._cut[chunks] = torch.stack([(self.ends - i * size).clamp(0, size) for i in chunks]).sum(0).int()
+        return self._cut[chunks]
 
     def by_position(self, table: torch.Tensor, length: int) -> torch.Tensor:
         """The rows of a table (positions, ...) for `length` tokens; made once for a table."""
@@ -74,9 +91,14 @@ def documents_of(params) -> Documents:
     if found is None:
         padded = params.cu_seqlens_q_padded
         ends = params.cu_seqlens_q if padded is None else padded
-        found = Documents(ends, int(params.max_seqlen_q))
-        params.fp8_documents = found
+        found = params.fp8_documents = Documents(ends, int(params.max_seqlen_q))
     return found
+
+
+def share_row(params, group) -> None:
+    """Say that the row of a PackedSeqParams is cut over context-parallel ranks as any sequence, in chunks. Stock cuts
+    each document by itself."""
+    params.fp8_documents = Documents(params.cu_seqlens_q, int(params.max_seqlen_q), group)
 
 
 def attend(

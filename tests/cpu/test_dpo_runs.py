@@ -437,6 +437,7 @@ def test_all_numbers_are_in_the_metrics(pairs, tmp_path):
         ("--dpo-beta 0.5", "--data-path is missing: give a file of preference pairs"),
         ("--hidden-dropout 0.1", "--hidden-dropout"),
         ("--fp8-on-spike bf16-fallback", "the reference stays in FP8"),
+        ("--context-parallel-size 2 --calculate-per-token-loss", "--context-parallel-size 2: DPO sums"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: its loss would teach the rejected answers"),
         (f"{EXPERTS} --calculate-per-token-loss", "--calculate-per-token-loss with --moe-aux-loss-coeff 0.01: "),
         (f"{UNBALANCED} --moe-z-loss-coeff 0.1 --calculate-per-token-loss", "with --moe-z-loss-coeff 0.1: "),
@@ -444,9 +445,9 @@ def test_all_numbers_are_in_the_metrics(pairs, tmp_path):
 )
 def test_what_it_cannot_do_is_one_line(flags, words):
     """The first time the script alone, which installs the plugin before it imports Megatron."""
-    alone = "smoothing" in flags
+    alone, ranks = "smoothing" in flags, 2 if "context" in flags else 1
     with pytest.raises(RunFailed) as failed:
-        run_megatron(1, [*TINY_GPT, *DPO, "--fp8-level", "O3", *flags.split()], script="dpo_gpt_fp8.py", cold=alone)
+        run_megatron(ranks, [*TINY_GPT, *DPO, "--fp8-level", "O3", *flags.split()], script="dpo_gpt_fp8.py", cold=alone)
     assert "Traceback" not in str(failed.value)
     (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
     assert words in line

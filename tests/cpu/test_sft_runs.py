@@ -32,11 +32,13 @@ def conversations(tmp_path_factory) -> str:
 
 
 def train(data, level, *flags, nproc=1, **env):
+    """IN_FP32: the script, in which BF16 means FP32."""
     given = [flag for flag in TINY_GPT if flag != "--mock-data"]
     level = [] if level is None else ["--fp8-level", level]
     env = {"PYTHONPATH": script_path(), **env}
-    script = str(ROOT / "tests/scripts/sft.py")
-    return run_megatron(nproc, [*given, *SFT, *level, "--data-path", data, *flags], script=script, env=env)
+    script = str(ROOT / "tests/scripts" / ("in_fp32.py" if "IN_FP32" in env else "sft.py"))
+    command = [*given, *SFT, *level, "--data-path", data, *flags]
+    return run_megatron(nproc, command, script=script, env=env, cold="IN_FP32" in env)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,42 @@ def test_layouts_train_alike(layout, conversations):
     assert run.losses[-1] < run.losses[0] - 0.3
     if "parallel" not in layout:
         assert run.losses == pytest.approx(alone.losses, abs=5e-3)
+
+
+CONTEXT = "--context-parallel-size"
+SPLIT_ROWS = {
+    "two": (2, f"{CONTEXT} 2"),
+    "four": (4, f"{CONTEXT} 4 --group-query-attention --num-query-groups 2 --qk-layernorm"),
+    "sequence": (4, f"{CONTEXT} 2 --tensor-model-parallel-size 2 --sequence-parallel --no-rope-fusion"),
+    "pipeline": (4, f"{CONTEXT} 2 --pipeline-model-parallel-size 2 --micro-batch-size 1"),
+    "recomputed": (2, f"{CONTEXT} 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "learned": (2, f"{CONTEXT} 2 --position-embedding-type learned_absolute --recompute-granularity selective"),
+}
+
+
+@slow
+@pytest.mark.parametrize("case", SPLIT_ROWS)
+def test_rows_that_ranks_share_in_fp32(case, conversations):
+    """Context parallelism: losses, and norms of gradients, of ranks that each have whole rows, within 1e-5."""
+    ranks, flags = SPLIT_ROWS[case]
+    _, size, *others = flags.split()
+    exact = "--fp8-gemm bf16 --fp8-grad-accum fp32 --fp8-grad-reduce fp32 --fp8-log-exact --calculate-per-token-loss"
+    numbers = []
+    for nproc, given in ((ranks // int(size), others), (ranks, flags.split())):
+        run = train(conversations, "O1", *exact.split(), *given, nproc=nproc, IN_FP32="tests/scripts/sft.py")
+        numbers.append([list(map(float, re.findall(rf"exact {name} ([^\s;]+)", "\n".join(run.lines))))
+                        for name in ("lm loss", "grad norm")])  # fmt: skip
+    for alone, shared in zip(*numbers, strict=True):
+        assert len(alone) == 8 and shared == pytest.approx(alone, abs=1e-5, rel=1e-5)
+
+
+def test_rows_that_ranks_share(conversations):
+    """--cp-comm-type has one way here, and a line says so."""
+    flags = ["--calculate-per-token-loss", "--cp-comm-type"]
+    alone = train(conversations, "O3", *flags[:1])
+    run = train(conversations, "O3", *flags, "a2a", CONTEXT, "2", nproc=2)
+    assert run.losses == pytest.approx(alone.losses, abs=5e-3) and run.losses[-1] < run.losses[0] - 0.3
+    assert any("--cp-comm-type a2a: p2p instead: of packed documents" in line for line in run.lines)
 
 
 @slow
@@ -182,11 +220,15 @@ def test_what_a_format_does_is_said(conversations):
         ("--attention-dropout 0.1", "--attention-dropout 0.1"),
         ("--attention-backend unfused", "--attention-backend unfused"),
         ("--pipeline-model-parallel-size 2", "use --micro-batch-size 1"),
+        (f"{CONTEXT} 2", "--calculate-per-token-loss: add it"),
+        (f"{CONTEXT} 2 --calculate-per-token-loss --mtp-num-layers 1", "--mtp-num-layers 1: remove it"),
+        (f"{CONTEXT} 2 --calculate-per-token-loss {LATENT}", "--multi-latent-attention: remove it"),
+        (f"{CONTEXT} 2 --calculate-per-token-loss --fp8-level O0", "run Megatron's own script"),
     ],
 )
 def test_what_it_cannot_do_is_one_line(flags, words, conversations):
     with pytest.raises(RunFailed) as failed:
-        train(conversations, "O3", *flags.split(), nproc=2 if "pipeline" in flags else 1)
+        train(conversations, "O3", *flags.split(), nproc=2 if "pipeline" in flags or CONTEXT in flags else 1)
     assert failed.value.code == 2
     (line,) = {line for line in str(failed.value).splitlines() if line.startswith("megatron_fp8: ")}
     assert words in line

@@ -5,6 +5,7 @@ What ranks send each other is handed over here: K and V whole, and what falls on
 
 import contextlib
 import functools
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -15,7 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fp8.layers import context_parallel
 from megatron_fp8.layers.attention import _fastest_first
-from megatron_fp8.layers.context_exchange import Block
+from megatron_fp8.layers.context_exchange import Block, own_chunks
+from megatron_fp8.layers.packed import Documents
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -39,11 +41,14 @@ def problem(shape, dtype=torch.bfloat16) -> list[torch.Tensor]:
     return [torch.randn(s, b, *size, device=DEVICE, dtype=dtype) for size in sizes]
 
 
-def exact(q, k, v, dy) -> list[torch.Tensor]:
+def exact(q, k, v, dy, ends=()) -> list[torch.Tensor]:
+    """ends: of documents."""
     operands = [t.double().requires_grad_() for t in (q, k, v)]
     q, k, v = (t.permute(1, 2, 0, 3) for t in operands)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=DEVICE).triu(1)
+    for end in ends:
+        future[end:, :end] = True
     logits = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[3])).masked_fill_(future, -torch.inf)
     out = (logits.softmax(-1) @ v).permute(2, 0, 1, 3)
     return [out.detach(), *torch.autograd.grad(out, operands, dy.double())]
@@ -52,7 +57,7 @@ def exact(q, k, v, dy) -> list[torch.Tensor]:
 class Handed:
     """A rank's exchange that takes the other ranks' pairs from `wholes`, and adds gradients to `totals`.
 
-    own: the rank's tokens; parts: (first query, tokens) of each of the other blocks.
+    own: the rank's tokens; parts: (first query, tokens, chunks if they are one rank's) of each of the other blocks.
     """
 
     def __init__(self, pairs, group, *, own, parts, wholes, totals):
@@ -63,9 +68,9 @@ class Handed:
         self.whole = torch.cat(padded, -1)
 
     def blocks(self):
-        for first, tokens in self.parts:
+        for first, tokens, *chunks in self.parts:
             self.tokens = tokens
-            yield Block(first, self.whole[tokens])
+            yield Block(first, self.whole[tokens], *chunks)
 
     def send(self, gradients):
         self._add(self.tokens, *gradients)
@@ -78,11 +83,12 @@ class Handed:
             total.index_add_(0, tokens, part[..., : total.shape[3]].float())
 
 
-def by_ranks(ranks: int, joined: bool, q, k, v, dy, monkeypatch) -> list[torch.Tensor]:
+def by_ranks(ranks: int, joined: bool, q, k, v, dy, monkeypatch, ends=()) -> list[torch.Tensor]:
     """The same of `ranks` ranks; dk and dv are sums in FP32 of what each has of them.
 
-    joined: all earlier ranks' keys are one block, and all later ranks'; else each rank's are.
+    joined: all earlier ranks' keys are one block, and all later ranks'; else each rank's are, as with documents.
     """
+    longest = max(b - a for a, b in itertools.pairwise(ends)) if ends else 0
     chunks = torch.arange(len(q), device=DEVICE).view(ranks * 2, -1)
     halves = torch.stack([torch.stack([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)])  # (N, 2, c)
     out, dq = torch.empty_like(dy), torch.empty_like(q)
@@ -94,11 +100,16 @@ def by_ranks(ranks: int, joined: bool, q, k, v, dy, monkeypatch) -> list[torch.T
         if joined:
             earlier, between = ([torch.cat(tokens)] if tokens else [] for tokens in (earlier, between))
         parts = [*((0, tokens) for tokens in earlier), *((len(own) // 2, tokens) for tokens in between)]
+        documents = None
+        if ends:
+            others = [*((i,) for i in range(rank)), *(own_chunks(i, ranks) for i in range(rank + 1, ranks))]
+            parts = [(*part, chunks) for part, chunks in zip(parts, others, strict=True)]
+            documents = Documents(torch.tensor(ends, dtype=torch.int32, device=DEVICE), longest, group)
         handed = functools.partial(Handed, own=own, parts=parts, wholes=(k, v), totals=totals)
-        monkeypatch.setattr(context_parallel, "Gathered", handed)
+        monkeypatch.setattr(context_parallel, "Fetched" if ends else "Gathered", handed)
         operands = [t[own].requires_grad_() for t in (q, k, v)]
         with _fastest_first():
-            y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group)
+            y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group, documents=documents)
         y.backward(dy[own].flatten(2))
         out[own], dq[own] = y.detach().view(-1, *dy.shape[1:]), operands[0].grad
     return [out, dq, *totals]
@@ -120,6 +131,19 @@ def test_near_float64(shape, ranks, joined, kernel, monkeypatch):
     """Within 4 units of BF16's last place in the mean, as the kernels without context parallelism are."""
     given = problem(shape)
     for name, value, right in zip(NAMES, by_ranks(ranks, joined, *given, monkeypatch), exact(*given), strict=True):
+        error = (value.double() - right).norm() / right.norm()
+        assert error < 4 * 2**-9, (name, error.item())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_documents_near_float64(shape, ranks, monkeypatch):
+    """One of no token, one of one, and one over several chunks: the kernel sees documents without queries or keys."""
+    shape = (shape[0], 1, *shape[2:])
+    ends = [0, 100, 100, 101, shape[0] // 3, shape[0] - 7, shape[0]]
+    given = problem(shape)
+    found = by_ranks(ranks, False, *given, monkeypatch, ends)
+    for name, value, right in zip(NAMES, found, exact(*given, ends), strict=True):
         error = (value.double() - right).norm() / right.norm()
         assert error < 4 * 2**-9, (name, error.item())
 

@@ -4,9 +4,11 @@ and against torch's own ring attention.
 One group of processes a size does everything once (`work`) and saves what each rank got; the tests look at it.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +29,9 @@ from megatron_fp8.comm import wire
 from megatron_fp8.layers import context_parallel
 from megatron_fp8.layers.attention import TorchAttention
 from megatron_fp8.layers.context_exchange import Block
-from megatron_fp8.layers.context_parallel import Kernel
+from megatron_fp8.layers.context_parallel import Kernel, PackedKernel
 from megatron_fp8.layers.linear import product
+from megatron_fp8.layers.packed import Documents
 from megatron_fp8.layers.parcel import Parcel, plan, recipe_of
 
 S, B = 48, 2
@@ -51,15 +54,23 @@ def whole(case: str, seed: int) -> list[torch.Tensor]:
     return [torch.randn(S, B, *size, generator=g) for size in sizes]
 
 
-def written_out(q, k, v, dy) -> list[torch.Tensor]:
-    """[out, dq, dk, dv] of softmax(Q K^T / sqrt(d)) V in FP64, (s, b, heads, width)."""
+def written_out(q, k, v, dy, ends=()) -> list[torch.Tensor]:
+    """[out, dq, dk, dv] of softmax(Q K^T / sqrt(d)) V in FP64, (s, b, heads, width). ends: of documents."""
     operands = [t.double().requires_grad_() for t in (q, k, v)]
     q, k, v = (t.permute(1, 2, 0, 3) for t in operands)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-    out = (logits.masked_fill(future, -torch.inf).softmax(-1) @ v).permute(2, 0, 1, 3)
+    hidden = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
+    for end in ends:
+        hidden[end:, :end] = True
+    out = (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v).permute(2, 0, 1, 3)
     return [out.detach(), *torch.autograd.grad(out, operands, dy.double())]
+
+
+def ends(number: int, seed: int) -> list[int]:
+    """0, and where the documents of a row end: drawn; each token one, and two of none; a single one."""
+    drawn = sorted(random.Random(seed).sample(range(1, S), 5))
+    return [[0, *drawn, S], [*range(20), 20, *range(20, S + 1), S], [0, S]][number]
 
 
 # --- the processes
@@ -81,6 +92,13 @@ def work(rank: int, ranks: int) -> dict:
         assert recipe_of(y) is not None and y.data_ptr() in kept
         grads = torch.autograd.grad(y, operands, dy.flatten(2))
         found[case, dtype, way] = [y.detach().view(dy.shape), *grads], dict(wire.sent_bytes)
+    for case, number in itertools.product(HEADS, range(3)):
+        q, k, v, dy = (t[found["tokens"], :1] for t in whole(case, found["seed"]))
+        operands = [t.requires_grad_() for t in (q, k, v)]
+        documents = Documents(torch.tensor(ends(number, found["seed"]), dtype=torch.int32), S, group)
+        y = context_parallel.attention(*operands, 1 / math.sqrt(q.shape[3]), group, documents=documents)
+        grads = torch.autograd.grad(y, operands, dy.flatten(2))
+        found[case, number] = [y.detach().view(dy.shape), *grads], documents.positions(len(q))
     found["ring"] = ring(*(t[found["tokens"]] for t in whole("plain", found["seed"])), group)
     return found
 
@@ -148,6 +166,19 @@ def test_torchs_own_ring_attention(ranks, way):
         assert (value - right).abs().max() < 1e-5, name
 
 
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("case", HEADS)
+def test_documents_that_end_anywhere(ranks, case, number):
+    """None sees another, and each token knows its place in its own."""
+    q, k, v, dy = (t[:, :1] for t in whole(case, ranks[0]["seed"]))
+    of = ends(number, ranks[0]["seed"])
+    got = joined(ranks, lambda rank: rank[case, number][0])
+    for name, value, exact in zip(NAMES, got, written_out(q, k, v, dy, of), strict=True):
+        assert (value - exact).abs().max() < 1e-5, name
+    (positions,) = joined(ranks, lambda rank: [rank[case, number][1]])
+    assert positions.tolist() == [i - a for a, b in itertools.pairwise(of) for i in range(a, b)]
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", HEADS)
 def test_bytes_on_the_wire(ranks, case, way):
@@ -180,6 +211,56 @@ def test_why_keys_and_values_are_not_sent_in_fp8(sharpness):
         in_bf16, in_e4m3 = (((value - exact).norm() / exact.norm()).item() for value in values)
         print(f"logits {sharpness}: {name} BF16 {in_bf16:.2%}, K and V in E4M3 {in_e4m3:.2%}")
         assert in_bf16 < 0.004 and 10 * in_bf16 < in_e4m3 < 0.1, name
+
+
+def test_a_gpu_has_one_call_of_the_kernel_for_all_documents_of_a_block(monkeypatch):
+    """As the formula for the CPU. The kernel's logarithm is +inf for queries that see no key; NaN would be seen."""
+    ends = torch.tensor([0, 3, 3, 17, 18, 40, 48], dtype=torch.int32)
+    block = Block(0, torch.empty(0), (1,))
+    sizes = (4, 2, 2, 4)
+    plain = PackedKernel(Documents(ends, 22), 8, (2, 3), (2, 3), fused=False)
+
+    def one_by_one(q, k, v, *like_q, ends_q, ends_k, do):
+        found = []
+        for (a, b), (c, d) in zip(*(itertools.pairwise(ends.tolist()) for ends in (ends_q, ends_k)), strict=True):
+            found.append(do(q[a:b], k[c:d], v[c:d], *(t[a:b] for t in like_q)))
+        return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+    def forward(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, causal, mask, *, scale):
+        assert longest_q >= ends_q.diff().max() and longest_k >= ends_k.diff().max() and (dropout, mask) == (0.0, False)
+
+        def do(q, k, v):
+            out, lse, _ = context_parallel._plain(*(t.transpose(0, 1)[None] for t in (q, k, v)), causal, scale)
+            return out[0].transpose(0, 1), lse[0].T.nan_to_num(neginf=torch.inf)
+
+        out, lse = one_by_one(q, k, v, ends_q=ends_q, ends_k=ends_k, do=do)
+        return out, lse.T, "seed", "unused", None
+
+    def backward(dout, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, dropout, causal, *random, scale):
+        assert random == ("seed", "unused") and dropout == 0.0 and longest_q <= 16
+
+        def do(q, k, v, dout, out, lse):
+            operands = (t.transpose(0, 1)[None] for t in (dout, q, k, v, out))
+            grads = context_parallel._plain_backward(*operands, lse.T[None], causal, scale)
+            return [t[0].transpose(0, 1) for t in grads]
+
+        dq, dk, dv = one_by_one(q, k, v, dout, out, lse.T, ends_q=ends_q, ends_k=ends_k, do=do)
+        return dq, dk, dv
+
+    aten = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
+    monkeypatch.setattr(context_parallel, "_aten", aten)
+    fused = dataclasses.replace(plain, fused=True)
+    for own in (True, False):
+        ours, right = (kernel if own else kernel.against(block) for kernel in (fused, plain))
+        q, k, v, dout = (torch.randn(1, heads, 16 if own or i in (0, 3) else 8, 16) for i, heads in enumerate(sizes))
+        out, lse, random = ours.forward(q, k, v, own, 0.25)
+        expected, of, _ = right.forward(q, k, v, own, 0.25)
+        assert torch.allclose(out, expected, atol=1e-6) and torch.allclose(lse, of)
+        assert own or (lse == -torch.inf).any()
+        whole_lse = lse.nan_to_num(neginf=0.0)
+        found = ours.backward(dout, q, k, v, out, whole_lse, own, 0.25, *random)
+        for grad, exact in zip(found, right.backward(dout, q, k, v, out, whole_lse, own, 0.25), strict=True):
+            assert grad.shape == exact.shape and torch.allclose(grad, exact, atol=1e-5) and exact.any()
 
 
 def attention(cp_comm_type="p2p", **settings) -> TorchAttention:

@@ -169,5 +169,8 @@ def test_what_it_cannot_do_is_said():
         core(q, k, v, packed_seq_params=params(qkv_format="bshd"))
     with pytest.raises(ValueError, match="cu_seqlens ends at 24, and there are 23 tokens"):
         core(q[1:], k[1:], v[1:], packed_seq_params=params())
+    core.context = "the group"
+    with pytest.raises(ValueError, match="--context-parallel-size with packed sequences that another"):
+        core(q, k, v, packed_seq_params=params())
     with pytest.raises(ValueError, match="remove --attention-backend"):
         UnfusedAttention.forward(None, q, k, v, None, packed_seq_params=params())

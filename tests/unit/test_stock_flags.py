@@ -87,7 +87,9 @@ COMPANIONS = {  # other flags that a flag, or one of its rows, needs to have an 
 
 def companions_of(row):
     if "with --context-parallel-size" in row.when.text:
-        return ["--context-parallel-size", "2", "--attention-dropout", "0"]
+        packs = ["--sft"] if "with --sft" in row.when.text else []
+        per_token = ["--calculate-per-token-loss"] if packs and row.flag != "--calculate-per-token-loss" else []
+        return ["--context-parallel-size", "2", "--attention-dropout", "0", *packs, *per_token]
     return COMPANIONS.get(row.flag) or COMPANIONS.get(row.when.text.partition(", without --fp8")[0], [])
 
 
