@@ -18,12 +18,13 @@ STEPS, EVERY, EXPERTS, LAYERS = 40, 4, 3, 2
 TITLE = "Routing of tokens to experts"
 
 
-def filled(path, loads: dict[tuple[str, int], np.ndarray], entropy: dict[tuple[str, int], float]) -> None:
-    """loads: {(arm, seed): (layers, experts)}; early steps have other values, which must not count."""
+def filled(path, loads: dict[tuple[str, int], np.ndarray], entropy: dict[tuple[str, int], float], start=0) -> None:
+    """loads: {(arm, seed): (layers, experts)}; early steps have other values, which must not count. start: the step of
+    the checkpoint that the runs began from."""
     arms = {arm: () for arm, _ in loads}
     seeds = tuple(sorted({seed for _, seed in loads}))
     with closing(Store(path, create=True)) as store:
-        store.add(SweepPlan(("train.py", "--lr", "1e-3"), STEPS, seeds, arms, (1e-3,), {UNNAMED: ()}))
+        store.add(SweepPlan(("train.py", "--lr", "1e-3"), start + STEPS, seeds, arms, (1e-3,), {UNNAMED: ()}))
         while row := store.claim("version 1"):
             points = [(step, "loss", 3 - step / STEPS) for step in range(1, STEPS + 1)]
             for step in range(EVERY, STEPS + 1, EVERY):
@@ -33,17 +34,17 @@ def filled(path, loads: dict[tuple[str, int], np.ndarray], entropy: dict[tuple[s
                 for layer, experts in enumerate(loads[row.arm, row.seed]):
                     for e, load in enumerate(experts):
                         points.append((step, f"decoder.layers.{layer}.mlp.experts.{e}_load", load if late else e))
-            store.write(row, points)
+            store.write(row, [(start + step, name, value) for step, name, value in points])
             store.finish(row, DONE, 0)
 
 
-@pytest.fixture
-def results(tmp_path):
+@pytest.fixture(params=[0, 1000])
+def results(tmp_path, request):
     rng = np.random.default_rng()
     runs = [(arm, seed) for arm in ("BF16", "O3") for seed in (1, 2)]
     loads = {run: rng.dirichlet(np.ones(EXPERTS), LAYERS) * EXPERTS for run in runs}
     entropy = {run: rng.uniform(0.5, 1.0) for run in runs}
-    filled(tmp_path / "sweep.sqlite", loads, entropy)
+    filled(tmp_path / "sweep.sqlite", loads, entropy, request.param)
     with closing(Store(tmp_path / "sweep.sqlite")) as store:
         yield Results(store), loads, entropy
 
@@ -75,6 +76,14 @@ def test_all_tokens_on_another_expert_are_all_elsewhere(tmp_path):
         (base,), (other,) = (runs for _, runs in Results(store).cells())
     assert routing_section.elsewhere(base, other) == pytest.approx(1)
     assert routing_section.elsewhere(base, base) == 0
+
+
+def test_arms_with_other_numbers_of_experts_are_not_compared_by_expert(tmp_path):
+    loads = {("8", 1): np.ones((2, 8)), ("4", 1): np.ones((2, 4))}
+    filled(tmp_path / "sweep.sqlite", loads, dict.fromkeys(loads, 1.0))
+    with closing(Store(tmp_path / "sweep.sqlite")) as store:
+        (table,) = [b for b in routing_section.routing(Results(store)).blocks if isinstance(b, Table)]
+    assert table.rows[1][-1] == "-"
 
 
 def test_the_section_is_there_with_experts_alone(results, tmp_path):

@@ -12,8 +12,9 @@ import re
 import numpy as np
 
 from . import plots
+from .curves import began
 from .document import Section, Table, between, number, percent
-from .results import Result, Results, Series, healthy
+from .results import Result, Results, healthy
 from .statistics import mean, paired, t_interval
 
 LATE = 0.25  # share of the run at its end, whose values are averaged: a single step's batch is no sample of the text
@@ -35,8 +36,8 @@ def routing(results: Results) -> Section:
         pairs = [pair for pair in pairs if all(_ENTROPIES[0] in run.series for run in pair)]
         row = [*results.named(cell), str(len(runs))]
         for name in _ENTROPIES:
-            gaps = paired(np.array([late(other.series[name]) - late(base.series[name]) for base, other in pairs]))
-            row.append(number(mean([late(run.series[name]) for run in runs])))
+            gaps = paired(np.array([late(other, name) - late(base, name) for base, other in pairs]))
+            row.append(number(mean([late(run, name) for run in runs])))
             row += [number(gaps.mean, "+.4f"), between(t_interval(gaps), "+.4f")] if pairs else ["", ""]
         loads = [layer for run in runs for layer in _loads(run).values()]
         row += [number(mean([extreme(layer) for layer in loads]), ".3f") for extreme in (np.max, np.min)]
@@ -57,22 +58,24 @@ def routing(results: Results) -> Section:
     return Section("Routing of tokens to experts", [text, table, *plots.signals(results, list(_ENTROPIES))])
 
 
-def late(series: Series) -> float:
-    """The mean over the last LATE of the steps."""
-    steps, values = series
-    return mean(values[steps > (1 - LATE) * steps[-1]])
+def late(run: Result, name: str) -> float:
+    """The mean over the last LATE of the steps that the run made."""
+    steps, values = run.series[name]
+    return mean(values[steps > steps[-1] - LATE * (steps[-1] - began(run.losses[0]))])
 
 
 def _loads(run: Result) -> dict[str, np.ndarray]:
     """{layer: the late loads (E,) of its experts}."""
     found: dict[str, dict[int, float]] = {}
-    for name, series in run.series.items():
+    for name in run.series:
         if match := _LOAD.fullmatch(name):
-            found.setdefault(match[1], {})[int(match[2])] = late(series)
+            found.setdefault(match[1], {})[int(match[2])] = late(run, name)
     return {layer: np.array([loads[e] for e in sorted(loads)]) for layer, loads in found.items()}
 
 
 def elsewhere(base: Result, other: Result) -> float:
-    """The mean over layers of the share of tokens that sit on other experts in the other run."""
+    """The mean over layers of the share of tokens that sit on other experts in the other run; NaN if the two have no
+    layer with as many experts."""
     one, two = _loads(base), _loads(other)
-    return mean([np.abs(one[layer] - two[layer]).sum() / (2 * len(one[layer])) for layer in one if layer in two])
+    alike = [(one[layer], two[layer]) for layer in one if layer in two and len(one[layer]) == len(two[layer])]
+    return mean([np.abs(a - b).sum() / (2 * len(a)) for a, b in alike])
