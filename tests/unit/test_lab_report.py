@@ -3,6 +3,7 @@
 import html.parser
 import math
 import re
+import warnings
 import xml.etree.ElementTree as ElementTree
 import zlib
 from argparse import ArgumentParser
@@ -661,3 +662,18 @@ def test_names_are_no_mathematics(tmp_path):
     results = same(tmp_path / "s", ("$\\frac$", "a$b_$"), np.linspace(5.6, 5.5, 10), seeds=2)
     (picture,) = plots.learning_rates(results)
     assert "$\\frac$" in picture.svg and "a$b_$" in picture.svg
+
+
+def test_a_name_in_any_script_is_drawn_without_a_warning(tmp_path):
+    results = same(tmp_path / "s", ("基準", "🦙"), np.linspace(5.6, 5.5, 10), seeds=2)
+    with warnings.catch_warnings(action="error"):
+        (picture,) = plots.learning_rates(results)
+    assert "基準" in picture.svg and "🦙" in picture.svg
+
+
+def test_a_loss_of_zero_has_gaps_without_a_share(tmp_path, drawn):
+    content = sections.sections(same(tmp_path / "s", ("BF16", "O3"), np.zeros(10), rates=(1.0,)), within=0.5)
+    (final,) = [section for section in content if section.title == "Final loss"]
+    (of,) = [block for block in final.blocks if isinstance(block, Table)]
+    row = dict(zip(of.heads, of.rows[1], strict=True))
+    assert row["gap"] == "+0.0000" and row["relative"] == row["detectable share"] == "-"

@@ -7,6 +7,7 @@ an HTML page has one name space for all of them.
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -56,7 +57,8 @@ def picture(name: str, caption: str, rows: int, columns: int, draw: Callable, pa
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError(f"megatron-fp8 lab report {needs('matplotlib')}") from None
-    with matplotlib.rc_context(_SETTINGS):
+    with matplotlib.rc_context(_SETTINGS), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of letters that its own font lacks: the reader's draws them
         figure = Figure(figsize=(panel[0] * columns, panel[1] * rows), layout="constrained")
         draw(figure.subplots(rows, columns, squeeze=False))
         file = io.StringIO()
@@ -285,7 +287,7 @@ def _draw_gaps(results: Results, panel, data: str, arms: list[str]) -> None:
             both = healthy(results.pairs(Cell(data, rate, arm)))
             found = paired(np.array([results.final(other) - results.final(base) for base, other in both]))
             if found.n >= _PAIRS:
-                share = 100 / mean([results.final(base) for base, _ in both])
+                share = 100 / (mean([results.final(base) for base, _ in both]) or math.nan)
                 at, colour = _beside(results, rate, i, len(arms)), _look(results, arm)["color"]
                 panel.plot([at, at], np.array(t_interval(found)) * share, color=colour, linewidth=1.2)
                 panel.plot([at], [found.mean * share], "o", color=colour, markersize=4)

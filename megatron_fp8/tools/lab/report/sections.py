@@ -63,7 +63,7 @@ class _Comparison:
         both = healthy(pairs)
         self.left_out = len(pairs) - len(both)
         self.gaps = np.array([results.final(other) - results.final(base) for base, other in both])
-        self.base_loss = mean([results.final(base) for base, _ in both])
+        self.base_loss = mean([results.final(base) for base, _ in both]) or math.nan  # there is no share of 0
         self.test: Paired = paired(self.gaps)
         self.interval = statistics.t_interval(self.test)
         self.detectable_gap = statistics.detectable_gap(self.test.deviation, self.test.n)
