@@ -139,6 +139,46 @@ def test_the_journal_is_for_one_machine_or_several(path):
     assert journal() == "delete"
 
 
+def test_a_full_disk_is_not_another_sweep(path, monkeypatch):
+    """The remedy used to be to wait until that had ended."""
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Full))
+    with pytest.raises(ValueError, match="database or disk is full; mend that"):
+        Store(path, create=True)
+
+
+class Full(sqlite3.Connection):
+    """A database whose first write finds no space."""
+
+    def execute(self, sql, *more):
+        if "journal_mode" in sql:
+            super().execute("PRAGMA max_page_count = 1")
+            super().execute("CREATE TABLE t (x)")
+        return super().execute(sql, *more)
+
+
+connect = sqlite3.connect
+
+
+def test_a_store_in_a_folder_that_cannot_be_written_is_read(store, path, monkeypatch):
+    """A colleague's, say. SQLite makes files beside a store that is in WAL, also to read it."""
+    run = store.claim("")
+    store.write(run, [(1, "loss", 3.0)])
+    store.finish(run, DONE, 0)
+    store.close()
+    monkeypatch.setattr(os, "access", lambda file, mode: False)
+    before = set(path.parent.iterdir())
+    with closing(Store(path)) as again:
+        assert again.series(run.id)["loss"][1].tolist() == [3.0]
+        assert set(path.parent.iterdir()) == before
+    with pytest.raises(ValueError, match="its folder cannot be written; name a file in another"):
+        Store(path, create=True)
+
+
+def test_a_folder_is_no_store(tmp_path):
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        Store(tmp_path, create=True)
+
+
 @pytest.mark.parametrize("how", ["dead here", "silent elsewhere"])
 def test_the_run_of_a_lost_worker_is_given_out_again(store, path, how):
     run = store.claim("")

@@ -6,11 +6,12 @@ import re
 import resource
 import signal
 import stat
+import subprocess
 import sys
 
 import psutil
 import pytest
-from lab_runs import PLAN, done, lab, reports, wait_for, write
+from lab_runs import LAB, PLAN, ROOT, done, lab, reports, wait_for, write
 
 from megatron_fp8 import processes
 from megatron_fp8.cli import main
@@ -162,6 +163,28 @@ def test_a_sweep_that_is_ended_in_the_middle_makes_the_same_report(tmp_path, num
     assert {row.attempt for row in states(cut) if row.id in was_done} == {1}
     again = function_of_the_curves(reports(cut))
     assert again == function_of_the_curves(undisturbed) and {"report.html", "report.md"} <= set(again)
+
+
+def test_under_nohup_a_sweep_outlives_its_terminal(tmp_path):
+    write(tmp_path, SLOW.replace("--begun", "--gate gate --begun"))
+    process = lab(tmp_path, *SWEEP, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for(lambda: waiting(tmp_path))
+    process.send_signal(signal.SIGHUP)
+    (tmp_path / "gate").touch()
+    assert process.communicate(timeout=250)[0].endswith("6 done\n") and process.returncode == 0
+
+
+def test_a_reader_that_goes_away_is_no_fault_of_the_folder(tmp_path):
+    """As `lab sweep ... | head -1`. What was running waits again."""
+    write(tmp_path, SLOW)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command, pipe = [sys.executable, "-c", LAB, *SWEEP, "--jobs", "1"], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
+    assert ": done" in process.stdout.readline()
+    process.stdout.close()
+    said = process.stderr.read()
+    assert process.wait(timeout=250) and "mend" not in said and "BrokenPipeError" in said  # cli.main passes over it
+    assert {row.state for row in states(tmp_path)} == {WAITING, DONE}
 
 
 def test_what_a_killed_sweep_left_running_is_ended(tmp_path):

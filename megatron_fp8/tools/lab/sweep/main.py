@@ -162,7 +162,9 @@ class _Sweep:
 
     def run(self) -> int:
         """Work until no run waits, the time is spent, or a signal comes."""
-        before = {number: signal.signal(number, self._stop) for number in _SIGNALS}
+        under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [number for number in _SIGNALS if number != signal.SIGHUP or not under_nohup]
+        before = {number: signal.signal(number, self._stop) for number in heard}
         try:
             total = sum(self.counts.values()) * self.plan.steps
             with Progress(total) as progress:
@@ -174,6 +176,8 @@ class _Sweep:
                         break
                 if self.stopping or (self.spent and self.active):
                     progress.say(f"stopping {len(self.active)} runs; the same command continues")
+        except BrokenPipeError:  # the reader of this output has gone, such as head
+            raise
         except OSError as error:  # such as no space for a run's folder or log
             raise UserError(f"{self.folder}: {error.strerror}; mend that, and the same command continues") from None
         finally:

@@ -99,10 +99,20 @@ class Store:
         self._faster: Mapping[str, tuple[str, ...]] = {}  # the plan's flags that change no number, by arm
         if not create and not os.path.isfile(self.path):
             raise UserError(f"{path}: no such store; `megatron-fp8 lab sweep PLAN --store {path}` makes it")
-        if not os.path.isdir(self.path.absolute().parent):
+        folder = self.path.absolute().parent
+        if not folder.is_dir():
             raise UserError(f"{path}: no such folder; make it, or name another file")
+        if self.path.is_dir():
+            raise UserError(f"{path}: is a folder; name a file")
+        own = os.access(folder, os.W_OK)
+        if create and not own:
+            raise UserError(f"{path}: its folder cannot be written; name a file in another")
+        # In a folder that cannot be written SQLite cannot make the files beside the store that reading WAL needs. They
+        # are not needed if no sweep has left a journal.
+        fixed = "" if own or os.path.exists(f"{self.path}-wal") else "?immutable=1"
         with self._one_line(), ExitStack() as on_error:
-            self._db = sqlite3.connect(self.path, timeout=_BUSY, isolation_level=None)
+            uri = self.path.absolute().as_uri() + fixed
+            self._db = sqlite3.connect(uri, timeout=_BUSY, isolation_level=None, uri=True)
             on_error.callback(self._db.close)
             self._open(create, shared)
             on_error.pop_all()
@@ -133,6 +143,8 @@ class Store:
                 self._db.execute(f"PRAGMA journal_mode = {kind}")
                 return
             except sqlite3.OperationalError as error:
+                if not error.sqlite_errorname.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+                    raise  # such as a full disk
                 if time.monotonic() > end:
                     line = f"{self.path}: {error}: in use on this machine; wait until that has ended"
                     raise UserError(line) from None
