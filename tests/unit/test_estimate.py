@@ -331,6 +331,22 @@ def test_a_plan_ranks_layouts_and_says_why(capsys):
     assert json.loads(in_json)["left_out"] == fit - 4
 
 
+@pytest.mark.parametrize("given", ["", "--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather"])
+def test_a_plan_says_which_flags_it_counts_with_and_the_job_lacks(given, capsys):
+    """Without them a job is as slow as `estimate` says."""
+    lacking = [flag for flag in ("--overlap-grad-reduce", "--overlap-param-gather") if flag not in given]
+    flags = f"{MODEL} --fp8-level O3 {given}"
+    text = call(plan, capsys, "--gpus 16 --top 1", flags)[1]
+    assert bool(lacking) == ("Counted with " + " ".join(lacking) + ", which the flags lack: add them" in text)
+    ours = json.loads(call(plan, capsys, "--gpus 16 --top 1 --format json", flags)[1])
+    assert ours["added_flags"] == lacking
+    best, layout = ours["layouts"][0], "--micro-batch-size {micro_batch} --tensor-model-parallel-size {tensor}"
+    assert (best["pipeline"], best["recompute"]) == (1, "none")
+    as_planned = f"{flags} {layout.format_map(best)} --sequence-parallel {' '.join(lacking)}"
+    (said,) = json.loads(call(estimate, capsys, "--gpus 16 --systems O3 --format json", as_planned)[1])["estimates"]
+    assert said["step_ms"] == best["step_ms"]
+
+
 def test_a_plan_in_csv_says_beside_it_that_nothing_fits(capsys, monkeypatch):
     said = io.StringIO()
     monkeypatch.setattr("sys.stderr", said)

@@ -6,8 +6,9 @@ Searched: tensor parallelism inside a node (with sequence parallelism), pipeline
 parallelism with the remaining GPUs, every size of expert parallelism that divides the experts, every micro-batch, and
 no, selective or full recomputation. FLAGS give the model, the global batch, context parallelism, expert tensor
 parallelism (without it, that of tensor parallelism) and the level; their own layout, if it is among the results, is
-marked. For each layout the fastest micro-batch and recomputation that fit are shown. Beyond the runs of
-perf/measured.csv the ranking is arithmetic, not measurement.
+marked. For each layout the fastest micro-batch and recomputation that fit are shown, with the flags that overlap data
+parallelism; a line says which of them FLAGS lack. Beyond the runs of perf/measured.csv the ranking is arithmetic, not
+measurement.
 """
 
 import json
@@ -22,6 +23,7 @@ from ...errors import UserError
 from . import hardware, job_flags, validation
 from .estimate import add_model_arguments, divisors, notes, record, write_csv
 from .hardware import Hardware
+from .job import flag
 from .job_flags import Flags
 from .output import show
 from .step import Estimate, estimate
@@ -29,6 +31,7 @@ from .systems import chosen
 from .workload import Workload
 
 _MOST_CHUNKS = 8
+_OVERLAP = "overlap_grad_reduce", "overlap_param_gather"  # of every layout
 RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
 
 
@@ -75,13 +78,16 @@ def run(args: Namespace) -> int:
     top = len(found) if args.all else args.top
     rows = [record(c.best, args.cap_gb, args.tokens) for c in ranked[:top] if c.best]
     left_out = max(0, len(ranked) - top)
+    lacking = [flag(name) for name in _OVERLAP if not getattr(flags.args, name)]
+    lacks = f"Counted with {' '.join(lacking)}, which the flags lack: add them" if lacking and ranked else ""
     if args.format == "json":
-        print(json.dumps({"layouts": rows, "left_out": left_out, "lost": {str(c.layout): c.lost for c in lost},
+        why_lost = {str(c.layout): c.lost for c in lost}
+        print(json.dumps({"layouts": rows, "left_out": left_out, "added_flags": lacking, "lost": why_lost,
                           "error": validation.summary()}, indent=2))  # fmt: skip
     elif args.format == "csv":
         write_csv(rows)
-        if left_out:
-            print(f"megatron-fp8 plan: {_left_out(left_out)}", file=sys.stderr)
+        for said in filter(None, (left_out and _left_out(left_out), lacks)):
+            print(f"megatron-fp8 plan: {said}", file=sys.stderr)
         if not ranked:  # CSV rows cannot show this
             why_not = f"{lost[0].layout}: {lost[0].lost}"
             print(f"megatron-fp8 plan: none of {len(lost)} layouts fits; {why_not}", file=sys.stderr)
@@ -92,6 +98,8 @@ def run(args: Namespace) -> int:
         show("\n".join(_table(ranked, lost, args, on, mine, top)), args.format)
         for note in notes([c.best for c in ranked[:1] if c.best]):
             print(note)
+        if lacks:
+            print(lacks)
         print(f"\n{validation.line()}")
     return 0 if ranked else 1
 
@@ -167,8 +175,7 @@ def _workload(
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
         recompute_modules=["core_attn"],
-        overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        **dict.fromkeys(_OVERLAP, True),
     )
 
 
