@@ -300,24 +300,28 @@ def test_two_sweeps_share_a_store(tmp_path):
 def test_how_much_is_left_is_said(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("megatron_fp8.tools.lab.sweep.progress.time.monotonic", lambda: now[0])
-    with sweep.Progress(1000) as progress:
-        progress.update(400, "a")  # from an earlier session
+    with sweep.Progress() as progress:
+        progress.update(400, 1000, "a")  # from an earlier session
         now[0] = 60.0
-        progress.update(500, "4/10 runs")
+        progress.update(500, 1000, "4/10 runs")
         now[0] = 61.0
-        progress.update(501, "not yet again")
+        progress.update(501, 1000, "not yet again")
+        now[0] = 120.0
+        progress.update(600, 2000, "6/20 runs")  # another sweep of the store has added runs
     # 100 steps in 60 s: 500 more take 300 s
-    assert capsys.readouterr().out == "4/10 runs; 50 % of the steps; about 5 min 00 s left\n"
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "4/10 runs; 50 % of the steps; about 5 min 00 s left"
+    assert second == "6/20 runs; 30 % of the steps; about 14 min 00 s left"
 
 
 def test_the_bar_of_a_terminal(monkeypatch, capsys):
     pytest.importorskip("rich")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with sweep.Progress(100) as progress:
-        progress.update(0, "0/2 runs")
+    with sweep.Progress() as progress:
+        progress.update(0, 100, "0/2 runs")
         progress.say("E8M3 [bold]: done")
-        progress.update(50, "1/2 runs")
+        progress.update(50, 100, "1/2 runs")
     output = capsys.readouterr().out
     assert "1/2 runs" in output and "50%" in output and "E8M3 [bold]: done" in output
 

@@ -166,8 +166,7 @@ class _Sweep:
         heard = [number for number in _SIGNALS if number != signal.SIGHUP or not under_nohup]
         before = {number: signal.signal(number, self._stop) for number in heard}
         try:
-            total = sum(self.counts.values()) * self.plan.steps
-            with Progress(total) as progress:
+            with Progress() as progress:
                 while not self.stopping and (self._start() or self.active):
                     self._follow(progress)
                     self._show(progress)
@@ -288,8 +287,9 @@ class _Sweep:
         counts = self.counts
         ended = counts[DONE] + counts[FAILED] + counts[NOT_FINITE]
         steps = ended * self.plan.steps + sum(min(a.training.last, self.plan.steps) for a in self.active)
-        text = f"{ended}/{sum(counts.values())} runs, {len(self.active)} running"
-        progress.update(steps, text + (f", {counts[FAILED]} failed" if counts[FAILED] else ""))
+        runs = sum(counts.values())  # another sweep may have added some
+        text = f"{ended}/{runs} runs, {len(self.active)} running"
+        progress.update(steps, runs * self.plan.steps, text + (f", {counts[FAILED]} failed" if counts[FAILED] else ""))
 
     def _conclude(self) -> int:
         counts = self.store.counts(self.arms)

@@ -14,20 +14,16 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Counts the steps of all runs together. Use it in a with statement.
+    """Counts the steps of all runs together. Use it in a with statement."""
 
-    Args:
-        total: steps of all runs of the store.
-    """
-
-    def __init__(self, total: int):
-        self._total, self._began, self._shown = total, time.monotonic(), time.monotonic()
+    def __init__(self) -> None:
+        self._began = self._shown = time.monotonic()
         self._first: int | None = None  # steps made when this session began
         self._bar = _bar() if sys.stdout.isatty() else None
 
     def __enter__(self) -> "Progress":
         if self._bar:
-            self._task = self._bar.add_task("", total=self._total)
+            self._task = self._bar.add_task("")
             self._bar.start()
         return self
 
@@ -42,18 +38,18 @@ class Progress:
         else:
             print(line, flush=True)
 
-    def update(self, done: int, counts: str) -> None:
-        """Show `done` steps; counts: the numbers of runs, in words."""
+    def update(self, done: int, total: int, counts: str) -> None:
+        """Show `done` of `total` steps, which may grow; counts: the numbers of runs, in words."""
         now = time.monotonic()
         if self._first is None:
             self._first = done
         made, elapsed = done - self._first, now - self._began
-        left = f"about {duration((self._total - done) / made * elapsed)} left" if made > 0 else "estimating the time"
+        left = f"about {duration((total - done) / made * elapsed)} left" if made > 0 else "estimating the time"
         if self._bar:
-            self._bar.update(self._task, completed=done, description=f"{counts}; {left}")
+            self._bar.update(self._task, completed=done, total=total, description=f"{counts}; {left}")
         elif now - self._shown >= _EVERY:
             self._shown = now
-            print(f"{counts}; {100 * done / self._total:.0f} % of the steps; {left}", flush=True)
+            print(f"{counts}; {100 * done / total:.0f} % of the steps; {left}", flush=True)
 
 
 def _bar():
