@@ -13,7 +13,7 @@ from launch import ROOT
 from megatron_fp8 import cli
 from megatron_fp8.errors import UserError
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.tools.stress import accumulation, jumps, late_state, outliers, small_rates, sums
+from megatron_fp8.tools.stress import accumulation, drawing, jumps, late_state, outliers, small_rates, sums
 from megatron_fp8.tools.stress.every import SUITE
 from megatron_fp8.tools.stress.main import NAMES, _names, _seeds
 from megatron_fp8.tools.stress.page import lines
@@ -249,3 +249,36 @@ def test_gain_and_error():
     g = torch.randn(64, dtype=torch.float64)
     gain, error = gain_and_error([0.9 * g, g], [g, g])
     assert gain == pytest.approx(0.95) and error == pytest.approx(0.1 / math.sqrt(2))
+
+
+@pytest.mark.parametrize("kind", ["bars", "curves"])
+def test_a_seed_that_fell_is_seen_in_the_picture(kind, monkeypatch):
+    """The mean of the seeds that were left used to lie below the limit."""
+    from matplotlib.figure import Figure
+
+    from megatron_fp8.tools.lab.report import plots
+
+    found = []
+    monkeypatch.setattr(plots, "picture", lambda *a, **k: found.append(a))
+    values = {"O1": (0.1, 0.2), "O3": (0.1, math.inf)}
+    points = [
+        Point("S8", seed, Found(arm, "usual", at, JUDGED, value if at == 2 else 0.1), "", "")
+        for arm, of in values.items()
+        for seed, value in enumerate(of)
+        for at in (1, 2, 4)
+    ]
+    if kind == "bars":
+        drawing.bars("s8", [point for point in points if point.found.at == 2], JUDGED, "%", "", {"usual": 0.5})
+    else:
+        drawing.curves("s8", points, JUDGED, ["usual"], "k", "%", "")
+    axes = Figure().subplots(1, 1, squeeze=False)
+    found[0][4](axes)
+    lines = axes[0][0].get_lines()
+    if kind == "bars":
+        assert [list(line.get_xdata()) for line in lines if line.get_marker() == "x"] == [[1]]
+        assert [line.get_ydata()[0] for line in lines if len(line.get_xdata()) == 2 and line.get_marker() == "None"] == [
+            pytest.approx(0.15), 0.5
+        ]  # fmt: skip
+    else:
+        assert [round(float(y), 2) for y in lines[0].get_ydata()] == [0.1, 0.15, 0.1]
+        assert [math.isfinite(y) for y in lines[1].get_ydata()] == [True, False, True]

@@ -33,13 +33,13 @@ def curves(path: str, losses: Mapping[str, Mapping[int, float]], gaps: Mapping[s
     above, *below = figure.subplots(1 + bool(gaps), sharex=True, squeeze=False)[:, 0]
     for name, steps in losses.items():
         above.plot(*zip(*steps.items(), strict=True), **look[name], label=name, linewidth=1)
-    above.set(title="Training loss", ylabel="loss")
+    above.set(title="Training loss", ylabel="loss (nats)")
     above.legend(fontsize=8)
     for panel in below:
         panel.axhline(0, **look[first], linewidth=1)
         for name, steps in gaps.items():
             panel.plot(list(steps), list(steps.values()), **look[name], linewidth=1)
-        panel.set(title=f"Training loss less that of {first}", ylabel="difference")
+        panel.set(title=f"Training loss less that of {first}", ylabel="difference (nats)")
     for panel in (above, *below):
         panel.grid(alpha=0.3)
     (below or [above])[-1].set_xlabel("step")

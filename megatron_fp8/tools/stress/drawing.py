@@ -16,11 +16,11 @@ def curves(
 ) -> Picture:  # fmt: skip
     """Panels side by side, one for each case that has numbers.
 
-    limit: a line that a robust arm stays below. linear_below: y is logarithmic of either sign, and linear around 0.
+    A curve is broken where a seed's value is not finite. limit: a line that a robust arm stays below. linear_below: y is logarithmic of either sign, and linear around 0.
     """
     from ..lab.report.plots import picture  # scipy: to measure needs none
 
-    found = [point.found for point in points if point.found.quantity == quantity and math.isfinite(point.found.value)]
+    found = [point.found for point in points if point.found.quantity == quantity]
     shown = [case for case in cases if any(one.case == case for one in found)]
     arms = list(dict.fromkeys(one.arm for one in found))
     look = looks(arms)
@@ -35,12 +35,13 @@ def curves(
                 if not at:
                     continue
                 places = sorted(at)
-                means = [sum(at[p]) / len(at[p]) for p in places]
+                whole = [all(map(math.isfinite, at[p])) for p in places]  # the mean of the rest would look better
+                means = [sum(at[p]) / len(at[p]) if all_ else math.nan for p, all_ in zip(places, whole, strict=True)]
                 # The first arm's line is the widest, so that one on top of it does not hide it.
                 width = 1.2 + 2 * (len(arms) - 1 - place) / len(arms)
                 panel.plot(places, means, **look[arm], label=arm, linewidth=width, marker="o", markersize=3)
                 low, high = ([end(at[p]) for p in places] for end in (min, max))
-                panel.fill_between(places, low, high, color=look[arm]["color"], alpha=0.15, linewidth=0)
+                panel.fill_between(places, low, high, where=whole, color=look[arm]["color"], alpha=0.15, linewidth=0)
             if limit is not None:
                 panel.axhline(limit, color="grey", linewidth=0.8, linestyle=":")
             if log_x:
@@ -57,10 +58,13 @@ def curves(
 
 
 def bars(name: str, points: Sequence[Point], quantity: str, y: str, caption: str, limits: dict[str, float]) -> Picture:
-    """A panel a case: each arm's values over seeds as dots on its mean, with the case's limit as a line."""
+    """A panel a case: each arm's values over seeds as dots on its mean, with the case's limit as a line.
+
+    A value that is not finite is a cross at the top, and the arm has no mean then.
+    """
     from ..lab.report.plots import picture
 
-    found = [point.found for point in points if point.found.quantity == quantity and math.isfinite(point.found.value)]
+    found = [point.found for point in points if point.found.quantity == quantity]
     cases = list(dict.fromkeys(one.case for one in found))
     arms = list(dict.fromkeys(one.arm for one in found))
     look = looks(arms)
@@ -69,9 +73,12 @@ def bars(name: str, points: Sequence[Point], quantity: str, y: str, caption: str
         for panel, case in zip(axes[0], cases, strict=True):
             for place, arm in enumerate(arms):
                 values = [one.value for one in found if (one.arm, one.case) == (arm, case)]
-                if values:
-                    panel.plot([place] * len(values), values, "o", color=look[arm]["color"], markersize=4, alpha=0.6)
-                    panel.plot([place - 0.3, place + 0.3], [sum(values) / len(values)] * 2, color=look[arm]["color"])
+                colour, shown = look[arm]["color"], [value for value in values if math.isfinite(value)]
+                panel.plot([place] * len(shown), shown, "o", color=colour, markersize=4, alpha=0.6)
+                if len(shown) < len(values):
+                    panel.plot([place], [1], "x", color=colour, transform=panel.get_xaxis_transform(), clip_on=False)
+                elif values:
+                    panel.plot([place - 0.3, place + 0.3], [sum(values) / len(values)] * 2, color=colour)
             if case in limits:
                 panel.axhline(limits[case], color="grey", linewidth=0.8, linestyle=":")
             panel.set_xticks(range(len(arms)), arms, rotation=60, ha="right", fontsize=7)
