@@ -233,6 +233,9 @@ def test_a_late_state_is_read_from_a_folder(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["lab", "stress", "--store", str(tmp_path / "a.csv"), "--late", str(tmp_path)])
     assert f"--late {tmp_path}: no model of Llama's form" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"model\.safetensors: damaged, or not a safetensors file: "):
+        late_state.layers(tmp_path)
 
 
 def test_the_rating_is_where_the_gap_is_one_per_cent():

@@ -32,12 +32,15 @@ def layers(folder: Path) -> dict[str, tuple[torch.Tensor, ...]]:
     """{layer: gain (H,), gate (F, H), up (F, H), down (H, F)}, FP32. Raises UserError for another kind of folder."""
     if not installed("safetensors"):
         raise UserError(f"--late {folder}: {needs('safetensors')}")
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     where: dict[str, Path] = {}
     for file in sorted(folder.glob("model*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            where |= dict.fromkeys(opened.keys(), file)
+        try:
+            with safe_open(file, "pt") as opened:
+                where |= dict.fromkeys(opened.keys(), file)
+        except SafetensorError as error:
+            raise UserError(f"--late {file}: damaged, or not a safetensors file: {error}") from None
     count = len({name.split(".")[2] for name in where if name.startswith("model.layers.")})
     found = {}
     for layer in sorted({count // 6, count // 3 + 1, count - 2}):
