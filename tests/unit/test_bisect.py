@@ -99,7 +99,7 @@ def test_a_finished_run_is_not_repeated(bisected):
             out, begun = bisected(training=training)
             break
         except ValueError as error:
-            assert re.search(r"(?s)runs/0\d\d failed with exit code 1, at step 0\nthe cause", str(error))
+            assert re.search(r"runs/0\d\d failed with exit code 1, at step 0: the cause", str(error))
     assert 0 < len(begun) <= 3 and not any(line.startswith("*|") for line in begun) and CULPRIT in out
     again, begun = bisected(training=training)
     assert not begun and again.splitlines()[-1] == out.splitlines()[-1]

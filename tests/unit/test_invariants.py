@@ -10,6 +10,7 @@ from megatron_fp8.cli import main
 from megatron_fp8.errors import UserError
 from megatron_fp8.tools.lab.trial import invariants, probe
 from megatron_fp8.tools.lab.trial.invariants import CHECKS, Finding, Skipped, Trials, differences
+from megatron_fp8.tools.lab.trial.run import Refused
 
 SCRIPT = "pretrain_gpt_fp8.py"
 
@@ -198,9 +199,9 @@ class TestReport:
             if "--recompute-granularity" in words:
                 return curve([1.5])
             if "--save" in words:
-                raise UserError("the run failed\nmegatron_fp8: --save there: not a folder; give one\n")
+                raise Refused("--save there: not a folder; give one")
             if "--global-batch-size" in words:
-                raise UserError("the run failed\nSegmentation fault\n")
+                raise UserError("the run in F failed with exit code 1, at step 0: Segmentation fault")
             return curve([1.0])
 
         assert invariants.report(self.made(answer, "--fp8-level O1 --micro-batch-size 2")) == 1
@@ -210,7 +211,7 @@ class TestReport:
             "tp gather        skipped  no tensor and sequence parallelism",
             "save and reload  skipped  --save there: not a folder; give one",
             "overlap          skipped  no data parallelism",
-            "micro-batches    FAIL     a run ended: Segmentation fault",
+            "micro-batches    FAIL     the run in F failed with exit code 1, at step 0: Segmentation fault",
         ]
 
     def test_a_run_that_does_not_repeat_itself_can_show_little(self, capsys):

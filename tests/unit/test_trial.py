@@ -13,6 +13,7 @@ from megatron_fp8 import processes
 from megatron_fp8.tools.lab.trial.run import (
     TRACKER,
     WRITING,
+    Refused,
     add_command,
     check_folder_of,
     curves,
@@ -164,14 +165,24 @@ def test_a_run_is_stopped_when_it_has_made_the_steps(run, tmp_path):
     assert gone(int((tmp_path / "begun").read_text().split()[0]))
 
 
-def test_a_run_that_fails_says_why(run, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"(?s)^the run in .*/run failed with exit code 1, at step 2\n.*the cause"):
+def test_a_run_that_fails_says_why(run, tmp_path, monkeypatch, capsys):
+    """In one line, which used to have the log's end in it with its line breaks escaped."""
+    with pytest.raises(ValueError, match=r"^the run in .*/run failed with exit code 1, at step 2: the cause$"):
         run("--train-iters 12 --fail-at 3")
+    assert capsys.readouterr().err == "step 1\nstep 2\nthe cause\n"
     # even if the start takes long
     monkeypatch.setattr(processes.TorchRun, "late", lambda run, timeout: timeout is not None and run.last == 3)
-    with pytest.raises(ValueError, match=r"(?s)^the run in .*/run took more than --timeout 3 s, at step 3\n"):
+    with pytest.raises(ValueError, match=r"^the run in .*/run took more than --timeout 3 s, at step 3: step 3$"):
         run(f"--train-iters 12 --hang-at 4 --begun {tmp_path}/begun", timeout=3)
     assert gone(int((tmp_path / "begun").read_text().split()[0]))
+
+
+def test_a_mistake_in_the_command_is_said_as_the_run_says_it(run, tmp_path, capsys):
+    said = "megatron_fp8: --load there: no checkpoint; give another folder"
+    (tmp_path / "train.py").write_text(f"import sys; print('much', 'else', sep='\\n'); sys.exit('{said}')")
+    with pytest.raises(Refused, match=r"^--load there: no checkpoint; give another folder$"):
+        run("--train-iters 1")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_ends_for_a_nan_has_curves(run):

@@ -16,7 +16,8 @@ def curves(
 ) -> Picture:  # fmt: skip
     """Panels side by side, one for each case that has numbers.
 
-    A curve is broken where a seed's value is not finite. limit: a line that a robust arm stays below. linear_below: y is logarithmic of either sign, and linear around 0.
+    A curve is broken if a seed's value there is not finite. limit: a line that a robust arm stays below.
+    linear_below: y is logarithmic of either sign, and linear around 0.
     """
     from ..lab.report.plots import picture  # scipy: to measure needs none
 

@@ -36,7 +36,7 @@ from ....errors import UserError
 from ....flags.level import CELLS, is_stock
 from ....metrics import LOSS
 from ..sweep.plan_file import flag_value
-from .run import NO_DROPOUT, curves, has_dropout, other_micro_batches, replicas, says_fp8, size_of, without
+from .run import NO_DROPOUT, Refused, curves, has_dropout, other_micro_batches, replicas, says_fp8, size_of, without
 
 Curves = dict[str, dict[int, float]]
 _COMPARED = (LOSS, "grad_norm")
@@ -275,8 +275,10 @@ def report(trials: Trials) -> int:
             repeats &= finding.passed or check is not repeat
         except Skipped as reason:
             verdict, text = "skipped", str(reason)
+        except Refused as error:
+            verdict, text = "skipped", str(error)
         except UserError as error:
-            verdict, text = _not_run(str(error))
+            verdict, text = "FAIL", str(error)
         failed |= verdict == "FAIL"
         print(f"{name:17}{verdict:9}{text}", flush=True)
     return int(failed)
@@ -292,10 +294,3 @@ def _check_says_something(found: Curves, steps: int) -> None:
         if not any(map(math.isfinite, curve.values())):
             what = name.replace("_", " ")
             raise UserError(f"the command's {what} is finite in no step; take an earlier --load, or a lower --lr")
-
-
-def _not_run(error: str) -> tuple[str, str]:
-    """Verdict and text for a run that failed. If our one-line error ended it, the check cannot be made: skipped."""
-    lines = error.strip().splitlines()
-    refused = [line.partition("megatron_fp8: ")[2] for line in lines if "megatron_fp8: " in line]
-    return ("skipped", refused[0]) if refused else ("FAIL", f"a run ended: {lines[-1]}")

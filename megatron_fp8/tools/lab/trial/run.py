@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,12 @@ WRITING = (  # flags that would mix a trial's output with the user's own, end it
     *("--fp8-probe-step", "--fp8-probe-dir", "--exit-interval", "--exit-duration-in-mins"),
     *("--fp8-on-spike", "--fp8-spike-sigma", "--fp8-spike-window"),
 )
+_OURS = "megatron_fp8: "  # before our one-line errors
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
+
+
+class Refused(UserError):
+    """A run's own mistake, in the run's words."""
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +163,8 @@ def curves(
         {name: {step: value}} of all that it logged. If a run ended itself because a value was not finite, this is not a
         failure; its curves are shorter.
 
-    Raises UserError with the end of the log if the run failed.
+    Raises Refused if one of our one-line errors ended the run. If it failed otherwise, raises UserError, and the end of
+    its log is on stderr.
     """
     found: dict[str, dict[int, float]] = {}
     training = Training(command, processes, folder, {})
@@ -175,7 +182,11 @@ def curves(
             training.wait()
         if code != 0 and not training.not_finite:
             reason = f"took more than --timeout {timeout:g} s" if code is None else f"failed with exit code {code}"
-            raise UserError(f"the run in {folder} {reason}, at step {training.last}\n{training.end()}")
+            lines = training.end().splitlines()
+            if refused := [line.partition(_OURS)[2] for line in lines if _OURS in line]:
+                raise Refused(refused[0])
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
+            raise UserError(f"the run in {folder} {reason}, at step {training.last}: {(lines or ['no output'])[-1]}")
         if not training.loads_plugin:
             raise UserError(NOT_LOADED)
         return found
