@@ -30,6 +30,8 @@ TORCH = {  # name: what needs it
     "torch.autograd.Variable._execution_engine": "cpu.py: backward passes on one thread",
     "torch.distributed.distributed_c10d._get_default_store": "a failed save: one rank's line reaches the others",
     "torch.nn.modules.module._has_any_global_hook": "a linear: whether hooks may see or change its input",
+    "torch.ops.aten._flash_attention_backward": "context parallelism with packed documents",
+    "torch.ops.aten._flash_attention_forward": "context parallelism with packed documents",
     "torch.ops.aten._scaled_dot_product_cudnn_attention": "context parallelism: attention with its log-sum-exp",
     "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": "context parallelism",
     "torch.ops.aten._scaled_dot_product_flash_attention": "context parallelism",
