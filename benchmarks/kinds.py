@@ -24,10 +24,11 @@ _PATTERNS = (  # (kind, pattern of a clean name); the first match counts
     (NORM, r"^_(norm|parts_sum)_"),  # _parts_sum: also of biases' gradients
     (RESIDUAL, r"^_residual_"),
     (ATTENTION, r"^_attention_"),
-    (ACTIVATION, r"^_activate_"),
+    (ACTIVATION, r"^_(activate|weighted)_"),
     (ROTARY, r"^_qkv_"),
     (LOSS, r"^_cross_entropy_"),
     (EMBEDDING, r"^_embedding_"),
+    (ROUTING, r"^_combine_"),
     (GRADIENTS, r"^_(quantize|add)_kernel"),  # ops/triton/blocks.py
     (OPTIMIZER, r"^_(adam|sum)_kernel"),  # _sum: of ranks' blocks and of squares
     (BACKWARD, r"^_ZN7cutlass\w*float_e5m2"),  # the profiler leaves these names mangled

@@ -162,6 +162,7 @@ def test_kind(kind):
 
 OURS = {"norm": kinds.NORM, "activation": kinds.ACTIVATION, "qkv": kinds.ROTARY, "cross_entropy": kinds.LOSS}
 OURS |= {"embedding": kinds.EMBEDDING, "adam": kinds.OPTIMIZER, "cast": kinds.CAST}
+OURS |= {"weighted": kinds.ACTIVATION, "combine": kinds.ROUTING}
 
 
 def test_our_own_kernels():
