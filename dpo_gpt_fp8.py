@@ -35,7 +35,7 @@ from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
-from megatron.training import get_args, pretrain, print_rank_0, set_startup_timestamps
+from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -157,12 +157,14 @@ class FromFile(Reference):
 @torch.no_grad()
 def digest(chunk) -> int:
     """A number that tells models apart, alike in all layouts: of the last stage's chunk, the sum of the squared bits of
-    the LM head's weights in BF16, modulo 2^64. Collective over tensor parallelism."""
+    the LM head's weights in BF16, modulo 2^64, without the rows that pad the vocabulary: each tensor-parallel size has
+    others. Collective over tensor parallelism."""
     model = unwrap_model(chunk)
     head = model.output_layer.weight
     head = model.shared_embedding_or_output_weight() if head is None else head
-    parts = (part.bfloat16().view(torch.int16).long().square().sum() for part in head.split(1024))
-    found = torch.stack([*parts]).sum()
+    real = get_tokenizer().vocab_size - mpu.get_tensor_model_parallel_rank() * len(head)
+    parts = (part.bfloat16().view(torch.int16).long().square().sum() for part in head[: max(real, 0)].split(1024))
+    found = sum(parts, torch.zeros((), dtype=torch.int64, device=head.device))
     torch.distributed.all_reduce(found, group=mpu.get_tensor_model_parallel_group())
     return int(found)
 

@@ -319,6 +319,18 @@ def test_one_layout_scores_and_another_trains(pairs, scored):
     assert abs(logged(run, "dpo loss")[0] - LOG2) < 5e-3
 
 
+def test_rows_that_pad_the_vocabulary_are_no_other_model(pairs, scored, tmp_path):
+    """Two tensor-parallel ranks have four rows more than one, which a checkpoint of theirs has too."""
+    model = "--vocab-size 259 --make-vocab-size-divisible-by 4".split()
+    two, folder = ["--tensor-model-parallel-size", "2"], str(tmp_path / "began")
+    once = "--train-iters 1 --lr-decay-iters 10 --save-interval 1 --save".split()
+    run_megatron(2, [*TINY_GPT, *model, *two, *once, folder])
+    start = [*SAME_ROWS, *model, "--pretrained-checkpoint", folder]
+    _, *scores = scored("O1", *two, *start, nproc=2)
+    run = train(pairs, "O1", *scores[1:], "--train-iters", "1")
+    assert logged(run, "dpo loss") == [pytest.approx(LOG2, abs=5e-3)]
+
+
 @slow
 def test_a_resumed_run_reads_the_file_again(pairs, scored, tmp_path):
     save = str(tmp_path / "run")
