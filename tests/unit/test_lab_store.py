@@ -174,6 +174,17 @@ def test_a_store_in_a_folder_that_cannot_be_written_is_read(store, path, monkeyp
         Store(path, create=True)
 
 
+def test_a_store_of_several_machines_is_read_while_they_write(path, monkeypatch):
+    """In a folder that this reader cannot write. What it had read before used to stay."""
+    with closing(Store(path, create=True, shared=True)) as shared:
+        shared.add(plan())
+        monkeypatch.setattr(os, "access", lambda file, mode: False)
+        with closing(Store(path)) as reader:
+            assert reader.counts()[RUNNING] == 0
+            shared.claim("")
+            assert reader.counts()[RUNNING] == 1
+
+
 def test_a_folder_is_no_store(tmp_path):
     with pytest.raises(ValueError, match="is a folder; name a file"):
         Store(tmp_path, create=True)

@@ -108,8 +108,9 @@ class Store:
         if create and not own:
             raise UserError(f"{path}: its folder cannot be written; name a file in another")
         # In a folder that cannot be written SQLite cannot make the files beside the store that reading WAL needs. They
-        # are not needed if no sweep has left a journal.
-        fixed = "" if own or os.path.exists(f"{self.path}-wal") else "?immutable=1"
+        # are not needed if no sweep has left a journal. Other stores are read as ever: with "immutable" SQLite takes no
+        # locks, so it would miss what several machines' sweeps write meanwhile.
+        fixed = "" if own or not _in_wal(self.path) or os.path.exists(f"{self.path}-wal") else "?immutable=1"
         with self._one_line(), ExitStack() as on_error:
             uri = self.path.absolute().as_uri() + fixed
             self._db = sqlite3.connect(uri, timeout=_BUSY, isolation_level=None, uri=True)
@@ -383,6 +384,15 @@ class Store:
         rows = self._rows("SELECT name, step, value FROM points WHERE run = ? ORDER BY name, step", run)
         found = read_points(self.path, run, rows)
         return {name: tuple(map(np.array, zip(*pairs, strict=True))) for name, pairs in found.items()}  # type: ignore[misc]
+
+
+def _in_wal(path: Path) -> bool:
+    """Whether the file's header names SQLite's write-ahead log (sqlite.org/fileformat.html, offset 18)."""
+    try:
+        with path.open("rb") as file:
+            return file.read(20)[18:] == b"\2\2"
+    except OSError:  # SQLite says it
+        return False
 
 
 def _planned(row: Row) -> SweepRun:
