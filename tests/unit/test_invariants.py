@@ -199,7 +199,7 @@ class TestReport:
             if "--recompute-granularity" in words:
                 return curve([1.5])
             if "--save" in words:
-                raise Refused("--save there: not a folder; give one")
+                raise Refused("--save there: not a folder; give one", "--fp16: use --bf16")
             if "--global-batch-size" in words:
                 raise UserError("the run in F failed with exit code 1, at step 0: Segmentation fault")
             return curve([1.0])
@@ -209,7 +209,7 @@ class TestReport:
             "repeat           PASS     largest difference 0 (grad norm, step 1)",
             "recompute        FAIL     largest difference 0.5 (loss, step 1)",
             "tp gather        skipped  no tensor and sequence parallelism",
-            "save and reload  skipped  --save there: not a folder; give one",
+            "save and reload  skipped  --save there: not a folder; give one; --fp16: use --bf16",
             "overlap          skipped  no data parallelism",
             "micro-batches    FAIL     the run in F failed with exit code 1, at step 0: Segmentation fault",
         ]

@@ -276,7 +276,7 @@ def report(trials: Trials) -> int:
         except Skipped as reason:
             verdict, text = "skipped", str(reason)
         except Refused as error:
-            verdict, text = "skipped", str(error)
+            verdict, text = "skipped", "; ".join(error.args)
         except UserError as error:
             verdict, text = "FAIL", str(error)
         failed |= verdict == "FAIL"

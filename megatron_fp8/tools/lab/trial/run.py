@@ -38,7 +38,7 @@ NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
 
 
 class Refused(UserError):
-    """A run's own mistake, in the run's words."""
+    """A run's own mistakes, in the run's words."""
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -184,7 +184,7 @@ def curves(
             reason = f"took more than --timeout {timeout:g} s" if code is None else f"failed with exit code {code}"
             lines = training.end().splitlines()
             if refused := [line.partition(_OURS)[2] for line in lines if _OURS in line]:
-                raise Refused(refused[0])
+                raise Refused(*dict.fromkeys(refused))
             print(*lines, sep="\n", file=sys.stderr, flush=True)
             raise UserError(f"the run in {folder} {reason}, at step {training.last}: {(lines or ['no output'])[-1]}")
         if not training.loads_plugin:
