@@ -408,7 +408,9 @@ def page() -> str:
             gaps(moe_held_out),
             "Routing, the mean of the last quarter of a run's steps ([lab.md](lab.md#routing) explains the numbers). "
             '"Elsewhere": the share of a layer\'s tokens that sit on other experts than in the run of BF16 with the '
-            'same seed. That of "BF16 by halves" is chance.',
+            "same seed."
+            + (' That of "BF16 by halves" is chance.' if "| BF16 by halves |" in routed else
+               " What chance alone gives is not known: no run of BF16 with another order of sums is done."),
             routed,
         ),
         "FP8 GEMMs and weights, 85 M parameters on Python source": (
