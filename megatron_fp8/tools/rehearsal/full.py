@@ -70,7 +70,7 @@ def _figures(job: Job, gpus: int, stage: int, batch: int, found: dict[str, float
         asked = dict(job.flags).get("--attention-backend", ["auto"])  # as given; a level has changed it in args
         w = workload(Flags(a, level), gpus, global_batch_size=batch, attention_backend=asked[0])
     except UserError as error:
-        yield f"- No estimate: {error}"
+        yield f"- No estimate: {'; '.join(map(str, error.args))}"
         estimated = None
     else:
         held, beside = list(stages(w))[stage]
