@@ -23,6 +23,7 @@ time, and "% copy" its share of the rate of a 4 GiB device copy in the same run.
 
 import argparse
 import csv
+import dataclasses
 import gc
 import itertools
 import statistics
@@ -63,7 +64,8 @@ def weights(params: float) -> list[int]:
 def tensors(state: State | ScaledTensor) -> Iterable[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         return [state]
-    return [part for part in vars(state).values() if part is not None]
+    parts = (getattr(state, field.name) for field in dataclasses.fields(state))
+    return [part for part in parts if part is not None]
 
 
 def nbytes(*states: State | ScaledTensor) -> int:
