@@ -309,10 +309,10 @@ datasets_provider.is_distributed = True
 
 def check(args) -> None:
     """Raise UserError for flags that the loss and the reference do not support."""
-    gpt.check_packs(args)
     if args.context_parallel_size > 1:
         raise UserError(f"--context-parallel-size {args.context_parallel_size}: DPO sums an answer's log-probabilities "
                         "on one rank; use --tensor-model-parallel-size with --sequence-parallel")  # fmt: skip
+    gpt.check_packs(args)
     for flag, value, most, wanted in (
         ("--dpo-beta", args.dpo_beta, math.inf, "a number of 0 or more"),
         ("--dpo-label-smoothing", args.dpo_label_smoothing, 0.5, "a number of 0 to 0.5"),

@@ -450,6 +450,7 @@ def test_all_numbers_are_in_the_metrics(pairs, tmp_path):
         ("--hidden-dropout 0.1", "--hidden-dropout"),
         ("--fp8-on-spike bf16-fallback", "the reference stays in FP8"),
         ("--context-parallel-size 2 --calculate-per-token-loss", "--context-parallel-size 2: DPO sums"),
+        ("--fp8-level O0 --context-parallel-size 2", "--context-parallel-size 2: DPO sums"),
         ("--mtp-num-layers 1", "--mtp-num-layers 1: its loss would teach the rejected answers"),
         (f"{EXPERTS} --calculate-per-token-loss", "--calculate-per-token-loss with --moe-aux-loss-coeff 0.01: "),
         (f"{UNBALANCED} --moe-z-loss-coeff 0.1 --calculate-per-token-loss", "with --moe-z-loss-coeff 0.1: "),

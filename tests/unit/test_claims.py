@@ -231,3 +231,27 @@ def test_updates_that_a_second_moment_in_fp16_makes_too_small():
     assert {len(values) for values in lost.values()} == {3} and max(lost["0.95"]) < 0.05
     words = f"updates are {statistics.mean(lost['0.999']):.0f} % too small at 0.999, and within 0.05 % at 0.95"
     assert words in page("docs/levels.md")
+
+
+def test_the_routed_layer_is_the_rows():
+    """docs/performance.md's table, "counts 4 : 1" being the skewed ones, and what it says of imbalance and BF16."""
+    with (ROOT / "benchmarks/results/routed_layer.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["what"] == "systems"]
+    ms = {(row["model"], row["counts"], row["name"]): (float(row["ms"]), float(row["burst ms"])) for row in rows}
+    text = re.sub(r"\s+", " ", (ROOT / "docs/performance.md").read_text())
+    others = ("together", 2), ("by Triton", 2), ("grouped BF16", 2), ("BF16", 1)
+    for model in ("DeepSeek-V2-Lite", "Qwen3-30B-A3B"):
+        for counts, shown in (("equal", ""), ("skewed", ", counts 4 : 1")):
+            took, burst = ms[model, counts, "fused"]
+            mine = f"**{took:.2f}**" if counts == "equal" else f"{took:.2f}"
+            cells = " | ".join(f"{ms[model, counts, name][0]:.{digits}f}" for name, digits in others)
+            assert f"| {model}{shown} | {mine} ({burst:.2f}) | {cells} |" in text
+    deepseek, qwen = (
+        [ms[model, counts, "fused"][0] for counts in ("equal", "skewed")]
+        for model in ("DeepSeek-V2-Lite", "Qwen3-30B-A3B")
+    )
+    cost = [100 * (skewed / equal - 1) for equal, skewed in (deepseek, qwen)]
+    assert f"Imbalance of 4 : 1 costs {cost[0]:.1f} and {cost[1]:.1f} %" in text
+    models = dict.fromkeys(model for model, *_ in ms)
+    gain = [ms[model, "equal", "grouped BF16"][0] / ms[model, "equal", "fused"][0] for model in models]
+    assert f"{gain[0]:.2f} and {gain[1]:.2f} times as fast as torch's grouped BF16" in text
