@@ -29,7 +29,7 @@ from ..comm import wire
 from ..comm.reduce import BlockShards, DenseShard, GatheredShards
 from ..comm.shared import ScaledShard
 from ..errors import UserError
-from ..numerics.blocks import BLOCK
+from ..numerics.blocks import BLOCK, SHARD_UNIT
 from ..numerics.dither import dithered, dithered_in_bf16
 from ..numerics.formats import E4M3
 from ..numerics.scaled import ScaledTensor
@@ -43,6 +43,8 @@ from .set_parts import SetParts
 
 # Elements of a master that are made at once. A linear of 175B took seven copies of itself in FP32, more than its step.
 _AT_ONCE = 1 << 24
+# Elements of small weights that one call of Adam steps. Some reductions copy their sum for it: in FP32 256 MiB.
+_TOGETHER = 1 << 26
 
 Reduced = DenseShard | BlockShards | GatheredShards | ScaledShard
 
@@ -76,6 +78,7 @@ class Bucket:
         self.sharded = parts.sharded and group.size() > 1
         self.scaling = scaling = parts.weight_scaling if in_fp8 else None
         self._first = parts.places[weights[0]] if in_fp8 else 0
+        self._scale_inv: torch.Tensor | None = None  # of the set's E4M3 weights, as these were written last
         units = [[w.param.numel() for w in unit] for unit in whole_banks(weights)]
         assert all(w.param.numel() % BLOCK == 0 for w in weights)  # both sides are multiples of 16, by the GEMM's rules
         placed = place([sum(unit) for unit in units], group.size(), fp8.partition).cut_into(units)
@@ -110,7 +113,7 @@ class Bucket:
                 lo, hi = self._owned(start, stop)
                 weight.param.main_param_sharded = self.sharded
                 weight.param.main_param = self.part("master", lo, hi) if lo < hi else None
-        self._loaded()
+        self._changed()
 
     def _owned(self, start: int, stop: int) -> tuple[int, int]:
         """The part of the flat buffers' start .. stop that lies in the shard, counted from the shard's start."""
@@ -180,32 +183,43 @@ class Bucket:
     @torch.no_grad()
     def step(self, hyper: AdamHyper, grad_scale: torch.Tensor) -> None:
         """One step of Adam on the shard; `grad_scale` (0-d FP32): from the reduced sum to the clipped gradient."""
-        for i, lo, hi, (m, v, master), flat in self._steps:
+        for mine, lo, hi, (m, v, master), flat, amax in self._steps:
             weight: torch.Tensor | ScaledTensor = flat
-            scale, amax = None, self.largest
+            scale = None
             if self.scaling is not None:
-                stored = self.weights[i].stored
-                assert stored is not None
-                weight = ScaledTensor(flat, stored.scale_inv)
-                scale, amax = self.scaling.slot_scale(self._first + i), self.scaling.slot_amax(self._first + i)
+                assert self._scale_inv is not None
+                weight, scale = ScaledTensor(flat, self._scale_inv[mine]), self.scaling.scale[mine]
             gradient = self.reduced.gradient(lo, hi)
             adam_step(gradient, m, v, master, weight, hyper, grad_scale, scale, amax)
         self._reduced = None
         self._changed()
 
     @functools.cached_property
-    def _steps(self) -> list[tuple[int, int, int, tuple[State, State, State], torch.Tensor]]:
-        """The calls of Adam in a step, with views that are made once: (index of a weight, start, stop, the averages and
-        the master, the weight). One call for each weight's piece; without scales, one for the whole shard."""
-        whole = [(0, 0, self.shard.stop - self.shard.start)]
+    def _steps(self) -> list[tuple[slice, int, int, tuple[State, State, State], torch.Tensor, torch.Tensor]]:
+        """The calls of Adam in a step, with views that are made once: (places in the scales, start, stop, the averages
+        and the master, the weights, their amax). Without scales, one call for the whole shard."""
 
         def parts(lo: int, hi: int) -> tuple[State, State, State]:
             return self.part("exp_avg", lo, hi), self.part("exp_avg_sq", lo, hi), self.part("master", lo, hi)
 
-        return [
-            (i, lo, hi, parts(lo, hi), self.weight[self.shard][lo:hi])
-            for i, lo, hi in (whole if self.scaling is None else self.pieces())
-        ]
+        flat = self.weight[self.shard]
+        if self.scaling is None:
+            return [(slice(0), 0, len(flat), parts(0, len(flat)), flat, self.largest)]
+        places = ((slice(self._first + i, self._first + j), lo, hi) for i, j, lo, hi in self._runs())
+        return [(mine, lo, hi, parts(lo, hi), flat[lo:hi], self.scaling.amax[mine]) for mine, lo, hi in places]
+
+    def _runs(self) -> list[tuple[int, int, int, int]]:
+        """The pieces of E4M3 weights that Adam steps together, as it demands them: (first weight, the one after the
+        last, start, stop). Neighbours of one size, as a bank's experts are; each other piece alone."""
+        runs: list[tuple[int, int, int, int]] = []
+        for i, lo, hi in self.pieces():
+            first, after, start, stop = runs[-1] if runs else (i, i, lo, lo)
+            alike = (hi - lo) * (i - first) == lo - start and (hi - lo) % SHARD_UNIT == 0
+            if alike and (after, stop) == (i, lo) and hi - start <= _TOGETHER:
+                runs[-1:] = [(first, i + 1, start, hi)]
+            else:
+                runs.append((i, i + 1, lo, hi))
+        return runs
 
     def gather(self) -> None:
         """Start to gather the other ranks' rows of the weights."""
@@ -222,18 +236,10 @@ class Bucket:
 
     def _changed(self) -> None:
         """Tell the weights that their values or scales have changed."""
-        for i, weight in enumerate(self.weights):
-            weight.changed(None if self.scaling is None else self.scaling.slot_scale_inv(self._first + i))
-
-    def _loaded(self) -> None:
-        """`_changed`, after a load. Then all scales of the set are new, and a slot's view would be made with those
-        of all others, which may be thousands of experts'."""
-        if self.scaling is None:
-            self._changed()
-            return
-        mine = self.scaling.scale_inv[self._first : self._first + len(self.weights)]
-        for weight, scale_inv in zip(self.weights, mine.unbind(), strict=True):
-            weight.changed(scale_inv)
+        if self.scaling is not None:
+            self._scale_inv = self.scaling.scale_inv
+        for at, weight in enumerate(self.weights, self._first):
+            weight.changed(self._scale_inv, at)
 
     @torch.no_grad()
     def load(self, i: int, values: torch.Tensor) -> None:
@@ -242,7 +248,7 @@ class Bucket:
         If the weight is E4M3, it is collective over the scaling's group.
         """
         self._fill(i, values)
-        self._loaded()
+        self._changed()
 
     @torch.no_grad()
     def _fill(self, i: int, values: torch.Tensor) -> None:
@@ -305,7 +311,7 @@ class Bucket:
         self.scaling.amax[self._first + i] = amax
         self.scaling.set_scale(self._first + i, scale)
         self.weight[start:stop] = ops.quantize(values, E4M3, scale)
-        self._loaded()
+        self._changed()
 
     def encode(self, i: int, lo: int, hi: int, values: torch.Tensor) -> None:
         """Round `values` FP32 to both the master and the weight, of weight i in the shard's lo .. hi."""

@@ -128,9 +128,6 @@ class OwnedWeight:
         casts: the scales of its linear's operands.
         events, scratch: the engine's.
 
-    Told by the engine as it goes on (`changed`, `await_gather`):
-        stored: an E4M3 param with its scale; None until the engine has made it.
-
     Of the step:
         step: the number of the update, from 1.
         pending: forward passes whose gradient has not come yet.
@@ -143,7 +140,8 @@ class OwnedWeight:
         self.expert: int | None = None
         self.fp8, self.storage, self.emulate = config.gemm == "fp8", config.weight, config.emulate
         self.of: WeightGroups | None = None
-        self.stored: ScaledTensor | None = None
+        self._stored: ScaledTensor | None = None
+        self._scale_inv: tuple[torch.Tensor, int | None] | None = None
         self.sink: GradSink | None = None
         self.casts = Casts(config)
         self.events, self.scratch = UNSEEN, Scratch()
@@ -271,11 +269,21 @@ class OwnedWeight:
         """From now on the parameter's values lie in `memory`, which has as many elements."""
         self.param.data = memory.view(self.param.shape)
 
-    def changed(self, scale_inv: torch.Tensor | None = None) -> None:
-        """The parameter has other values now. scale_inv (0-d FP32): the present one, if it is E4M3."""
+    def changed(self, scale_inv: torch.Tensor | None = None, place: int | None = None) -> None:
+        """The parameter has other values now. scale_inv: if it is E4M3, the present one, 0-d FP32; or those of several
+        weights (n,), of which its own is at `place`."""
         if scale_inv is not None:
-            self.stored = ScaledTensor(self.param.data, scale_inv)
+            self._stored, self._scale_inv = None, (scale_inv, place)
         self.invalidate()
+
+    @property
+    def stored(self) -> ScaledTensor | None:
+        """An E4M3 param with its scale; None until the engine has made it. A view of the scale is made when it is asked
+        for: a step by a graph changes thousands of experts' scales, and asks for none."""
+        if self._stored is None and self._scale_inv is not None:
+            scale_inv, place = self._scale_inv
+            self._stored = ScaledTensor(self.param.data, scale_inv if place is None else scale_inv[place])
+        return self._stored
 
     def invalidate(self) -> None:
         """Quantise and transpose again at the next use."""
@@ -297,7 +305,7 @@ class OwnedWeight:
         try:
             yield
         finally:
-            self.stored, self._load = stored, before
+            self._stored, self._load = stored, before
             self.invalidate()
 
     def await_gather(self, need: Callable[[], None]) -> None:

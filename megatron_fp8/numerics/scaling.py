@@ -94,10 +94,6 @@ class Slots:
         """The first of `slot`."""
         return self.slot(i)[0]
 
-    def slot_scale_inv(self, i: int) -> torch.Tensor:
-        """The second of `slot`."""
-        return self.slot(i)[1]
-
     def slot_amax(self, i: int) -> torch.Tensor:
         """The third of `slot`."""
         return self.slot(i)[2]

@@ -34,6 +34,9 @@ An E4M3 weight makes it 13.04. FP32 states, an FP32 gradient and a BF16 weight t
 
 A NaN or an infinity is never hidden: a NaN gradient makes m, v, master and weight NaN.
 
+Weights in E4M3 that lie side by side, and have one size, are stepped by one call, each with its own scale. A layer of
+128 experts has 256 of them: one by one, the host would launch them more slowly than a GPU steps them.
+
 On a GPU the kernel in triton/adam.py makes the step. Elsewhere it is plain PyTorch, which is also the kernel's
 reference. There each float32 operation in the code is rounded by itself. addcmul, or add with alpha, would round only
 once on some machines, but the kernel rounds twice. The square root is computed in float64, to be correctly rounded:
@@ -42,12 +45,12 @@ torch's float32 root may be an ulp wrong if it comes from MKL.
 
 import torch
 
-from ..numerics.blocks import BLOCK, BlockScaled, block_scales
+from ..numerics.blocks import BLOCK, SHARD_UNIT, BlockScaled, block_scales
 from ..numerics.formats import E4M3
 from ..numerics.master import Block16
 from ..numerics.scaled import ScaledTensor
 from .adam_states import AdamHyper, Gradient, State, read_master, read_state, write_master, write_state
-from .reference import amax, quantize_blocks, sum_blocks
+from .reference import quantize_blocks, sum_blocks
 
 __all__ = ["AdamHyper", "adam_step"]
 
@@ -84,6 +87,9 @@ def adam_step(
         amax_out: 0-d float32, not negative; becomes max(amax_out, max|w|), NaN and infinity included, and NaN if v is
             not finite.
 
+    If the ScaledTensor is E weights of n / E elements, a multiple of 2,048, its scale_inv, weight_scale and amax_out
+    are (E,) each; of them only scale_inv may be strided.
+
     ValueError if a size or type is not one of these.
     """
     n = _payload(weight).numel()
@@ -111,7 +117,8 @@ def adam_step(
     write_state(exp_avg_sq, root if isinstance(exp_avg_sq, BlockScaled) else v)
     write_master(master, weight, w, weight_scale)
     if amax_out is not None:
-        torch.maximum(amax_out, amax(torch.where(v < torch.inf, w, torch.nan)), out=amax_out)
+        magnitude = torch.where(v < torch.inf, w, torch.nan).abs()
+        torch.maximum(amax_out, magnitude.view(*amax_out.shape, -1).amax(-1), out=amax_out)
 
 
 def _towards_zero(m: torch.Tensor) -> torch.Tensor:
@@ -146,8 +153,12 @@ def _check(n: int, gradient: Gradient, **states: State | ScaledTensor) -> None:
             raise ValueError(f"adam_step takes {name} ({n},), contiguous, not {tuple(payload.shape)}")
         if isinstance(state, (Block16, BlockScaled)) and state.exponents.shape != (n // BLOCK,):
             raise ValueError(f"adam_step takes {name} exponents ({n // BLOCK},), not {tuple(state.exponents.shape)}")
-    if isinstance(states["weight"], ScaledTensor) and _payload(states["weight"]).dtype != E4M3.dtype:
-        raise ValueError(f"adam_step takes a weight of {E4M3.dtype}, not {_payload(states['weight']).dtype}")
+    if isinstance(weight := states["weight"], ScaledTensor):
+        if weight.payload.dtype != E4M3.dtype:
+            raise ValueError(f"adam_step takes a weight of {E4M3.dtype}, not {weight.payload.dtype}")
+        count = weight.scale_inv.numel()
+        if count > 1 and n % (count * SHARD_UNIT):
+            raise ValueError(f"adam_step takes weights of a multiple of {SHARD_UNIT} elements each, not {count} in {n}")
     if isinstance(gradient, torch.Tensor):
         if gradient.shape != (n,) or gradient.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"adam_step takes a float32 or bfloat16 gradient ({n},), not {tuple(gradient.shape)}")

@@ -67,18 +67,21 @@ def write_state(state: State, values: torch.Tensor) -> None:
 
 
 def read_master(master: State, weight: torch.Tensor | ScaledTensor) -> torch.Tensor:
-    """The master's values (n,) float32; a remainder is joined with its weight."""
+    """The master's values (n,) float32; a remainder is joined with its weight. If that is E weights side by side, its
+    scale_inv is (E,)."""
     if not is_remainder(master):
         return read_state(master)
     if isinstance(weight, ScaledTensor):
-        return join_e4m3(weight.payload, master, weight.scale_inv)
+        return join_e4m3(weight.payload, master, _each(weight.scale_inv, master))
     return join_bf16(weight, master)
 
 
 def write_master(
     master: State, weight: torch.Tensor | ScaledTensor, w: torch.Tensor, weight_scale: torch.Tensor | None
 ) -> None:
-    """Write master and weight, in place, from w (n,) float32."""
+    """Write master and weight, in place, from w (n,) float32. weight_scale: of an E4M3 weight, or (E,) of E."""
+    if weight_scale is not None:
+        weight_scale = _each(weight_scale, w)
     if is_remainder(master):
         scaled = isinstance(weight, ScaledTensor)
         new, remainder = split_e4m3(w, weight_scale) if scaled else split_bf16(w)
@@ -87,3 +90,8 @@ def write_master(
         new = encode(w * weight_scale, E4M3) if isinstance(weight, ScaledTensor) else w
         write_state(master, w)
     (weight.payload if isinstance(weight, ScaledTensor) else weight).copy_(new)
+
+
+def _each(scale: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """One weight's scale, 0-d, as it is; of E weights (E,) the scale of each of `values`, which are theirs in turn."""
+    return scale.repeat_interleave(len(values) // len(scale)) if scale.dim() else scale

@@ -84,12 +84,12 @@ def counts(run) -> dict[str, int]:
     }
 
 
-def aten_calls(run) -> int:
-    """Calls of ATen in one of `run`, by torch's profiler. Not those that ATen itself makes for one, nor a collective:
-    the fake group's copies."""
+def aten_calls(run, inside: bool = False) -> int:
+    """Calls of ATen in one of `run`, by torch's profiler. Not those that ATen itself makes for one, unless
+    `inside`, nor those of a collective: the fake group's copies."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         run()
-    return sum(event.name.startswith("aten::") and not _inside(event.cpu_parent) for event in seen.events())
+    return sum(event.name.startswith("aten::") and (inside or not _inside(event.cpu_parent)) for event in seen.events())
 
 
 def _inside(event) -> bool:

@@ -7,9 +7,12 @@ import itertools
 import pytest
 import torch
 
+from megatron_fp8.engine.bucket_states import part
 from megatron_fp8.numerics import BLOCK, E4M3, BlockScaled, ScaledTensor
+from megatron_fp8.numerics.blocks import SHARD_UNIT
 from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
 from megatron_fp8.ops.adam import AdamHyper, adam_step
+from megatron_fp8.ops.adam_states import read_state
 from megatron_fp8.ops.reference import quantize_blocks
 
 ONE = torch.tensor(1.0)
@@ -303,6 +306,39 @@ def test_which_v_decays():
     assert (decayed(Block16, 0.9995) < 0.99).all() and (decayed(Block16, 0.9999) == 1).all()
 
 
+# Weights side by side
+
+
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.float32), (BlockScaled, Block16)])
+@pytest.mark.parametrize("remainder", [True, False])
+def test_weights_side_by_side_are_stepped_as_one_by_one(kinds, remainder):
+    """Each with its own scales and its own largest magnitude, one of them damaged."""
+    n, count = SHARD_UNIT, 3
+    w = torch.randn(n * count)
+    scales = 2.0 ** torch.randint(4, 7, (2, count))
+    inverses = torch.nn.functional.pad((1 / scales[0])[:, None], (0, 3))[:, 0]  # strided, as in engine/bucket.py
+    split = [split_e4m3(values, scale) for values, scale in zip(w.split(n), scales[0], strict=True)]
+    codes, remainders = map(torch.cat, zip(*split, strict=True))
+    averages = [stored(torch.rand(n * count), kind) for kind in kinds]
+    gradient = torch.randn(n * count)
+    gradient[n + 5] = torch.nan
+
+    def step(places, scale_inv, scale, largest):
+        states = [copy.deepcopy(part(average, places.start, places.stop)) for average in averages]
+        master = (remainders if remainder else w)[places].clone()
+        weight = ScaledTensor(codes[places].clone(), scale_inv)
+        adam_step(gradient[places], *states, master, weight, HYPER, ONE, scale, largest)
+        return [t.view(torch.uint8) for t in (*map(read_state, states), master, weight.payload)]
+
+    together, each = torch.full((count,), 0.25), torch.full((count,), 0.25)
+    whole = step(slice(0, n * count), inverses, scales[1], together)
+    pieces = [step(slice(i * n, (i + 1) * n), inverses[i], scales[1][i], each[i]) for i in range(count)]
+    for one, parts in zip(whole, zip(*pieces, strict=True), strict=True):
+        assert torch.equal(one, torch.cat(parts))
+    assert torch.equal(together.view(torch.uint8), each.view(torch.uint8))
+    assert together.isnan().tolist() == [False, True, False]
+
+
 # Refusals
 
 
@@ -318,6 +354,7 @@ def test_wrong_arguments_are_refused():
         ({"weight": torch.ones(0).bfloat16()}, "128"),
         ({"weight": torch.ones(n)}, r"weight.*bfloat16.*float32"),
         ({"weight": ScaledTensor(torch.ones(n).to(torch.float8_e5m2), ONE)}, "e4m3"),
+        ({"weight": ScaledTensor(torch.ones(n).to(E4M3.dtype), torch.ones(2))}, "multiple of 2048.*not 2 in 256"),
         ({"exp_avg": quantize_block16(torch.ones(n))}, r"exp_avg .*BlockScaled.*Block16"),
         ({"exp_avg_sq": torch.ones(n).bfloat16()}, r"exp_avg_sq.*bfloat16"),
         ({"master": torch.ones(n).half()}, r"master.*float16"),

@@ -48,7 +48,7 @@ def strangers(package) -> list[str]:
 
 
 def test_the_attributes_are_found():
-    assert {"param", "sink", "stored", "events", "step", "pending", "fp8", "scaling", "slots"} <= attributes(
+    assert {"param", "sink", "_stored", "events", "step", "pending", "fp8", "scaling", "slots"} <= attributes(
         PACKAGE, "OwnedWeight", "Casts"
     )
 
@@ -63,7 +63,7 @@ def test_nothing_else_writes_into_an_owned_weight():
         "weight.sink = None",
         "weight.pending += 1",
         "weight.step, weight.events = 1, None",
-        "module.owned.stored: object = None",
+        "module.owned._stored: object = None",
         "weight.casts.slots = (0, 1)",
         "weight.forwards[0] += 1",
         "for weight.step in range(3): pass",

@@ -22,7 +22,7 @@ class Frozen(OneWeight):
     def __init__(self, values, group, storage="bf16", **kwargs):
         super().__init__(values, group, **kwargs)
         self.weight.param.data = values.clone()  # out of its bucket
-        self.weight.stored = self.weight.sink = None
+        self.weight._scale_inv = self.weight._stored = self.weight.sink = None
         self.weight.storage = storage
         self.weight.param.requires_grad = False
         self.events = Events()

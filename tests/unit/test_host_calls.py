@@ -13,10 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_parts import Known, OneWeight
+from engine_parts import Known, OneWeight, parts_of
 from host_layer import aten_calls
 
+from megatron_fp8.comm.reduce import DenseShard
+from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.grad_store import DenseStore
+from megatron_fp8.engine.owned_weight import OwnedWeight
 from megatron_fp8.gemm import cublaslt
 from megatron_fp8.layers.linear import product
 from megatron_fp8.layers.mlp import ActivationCast
@@ -97,7 +100,7 @@ def test_an_mlps_calls(group, launches):
 
 
 def test_an_update_makes_no_views_of_what_stays(group, launches):
-    """Adam's step of a weight: its kernel, and a view of its gradient."""
+    """Adam's step of a weight: its kernel, and views of its gradient and of its two scales."""
     one = OneWeight(torch.randn(F, K).bfloat16(), group, storage="fp8")
     scale = torch.ones(())
 
@@ -114,7 +117,28 @@ def test_an_update_makes_no_views_of_what_stays(group, launches):
         prepare()
         launches.clear()
         found = aten_calls(step)
-    assert launches == ["_adam_kernel"] and found <= 2
+    assert launches == ["_adam_kernel"] and found <= 3
+
+
+def test_an_update_of_more_experts_is_no_more_calls(group, launches):
+    """A step from one sum of the gradients to the next, as it is without and beside a graph."""
+    config, counts = OneWeight(torch.randn(F, K), group, storage="fp8").weight.config, []
+    for experts in (4, 32):
+        weights = [OwnedWeight(torch.nn.Parameter(torch.randn(F, K).bfloat16()), config) for _ in range(experts)]
+        parts = parts_of(group, config, weights)
+        bucket, scale = Bucket(weights, parts), torch.ones(())
+
+        def update(bucket=bucket, scaling=parts.weight_scaling, scale=scale):
+            scaling.begin_step(0.1)
+            bucket.step(HYPER, scale)
+            bucket.begin_step(1)
+
+        for _ in range(2):
+            bucket._reduced = DenseShard(torch.zeros(bucket.numel))
+            launches.clear()
+            found = aten_calls(update, inside=True)
+        counts.append((found, list(launches)))
+    assert counts[0] == counts[1] and counts[0][1] == ["_adam_kernel"]
 
 
 def test_gradients_are_added_where_they_lie_without_views(group, launches):
