@@ -233,7 +233,7 @@ def routed(counts: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _rows(a: grouped.GroupedTensor, weights: grouped.GroupedWeights, fast_accum: bool = False) -> torch.Tensor:
-    out = torch.empty(a.groups.rows, weights.each[0].payload.shape[0], dtype=BF16, device=DEVICE)
+    out = torch.empty(a.groups.rows, weights.payload.shape[1], dtype=BF16, device=DEVICE)
     return grouped.rows(a, weights, out, fast_accum=fast_accum)
 
 

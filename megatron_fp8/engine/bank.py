@@ -13,11 +13,10 @@ import torch
 from .. import gemm, ops
 from ..gemm import grouped
 from ..numerics.formats import Format, decode
-from ..numerics.scaled import ScaledTensor
 from ..ops.groups import Groups
 from ..ops.source import Payloads
 from .grad_store import GradSink
-from .owned_weight import INPUT, OwnedWeight
+from .owned_weight import INPUT, OwnedWeight, scales_of
 
 # Padded rows that are not in memory yet: called with (format, scale (E,), rows=, columns=, amax_out=), it casts them as
 # ops.quantize_groups would.
@@ -50,10 +49,15 @@ class Bank:
             weight.await_gradient()
 
     def quantized(self) -> grouped.GroupedWeights:
-        """Each weight (N, K) in FP8, and all in one memory: those stored in FP8 lie side by side in their bucket."""
+        """Each weight (N, K) in FP8, and all in one memory: those stored in FP8 lie side by side in their bucket, and
+        so do their scales. They are taken together: views of each would be hundreds a layer."""
         if self.weights[0].stored is None:
             self._quantize()
-        return grouped.GroupedWeights(tuple(weight.quantized() for weight in self.weights))
+            return grouped.GroupedWeights.of([weight.quantized() for weight in self.weights])
+        for weight in self.weights:
+            weight.arrive()
+        payloads = grouped.together([weight.param.data for weight in self.weights])
+        return grouped.GroupedWeights(payloads, scales_of(self.weights).contiguous())
 
     def _quantize(self) -> None:
         """Quantise BF16 weights, if one of them has changed: each would else have its copy in memory of its own, and a
@@ -71,29 +75,18 @@ class Bank:
 
     def transposed(self, w: grouped.GroupedWeights) -> grouped.GroupedWeights:
         """Each W^T (K, N) of what `quantized` gave, in one memory, valid until the next call on the same stream."""
-        first, each = self.weights[0], w.each
+        first, (experts, n, k) = self.weights[0], w.payload.shape
         if not first.config.keep_transpose_cache:
-            room = self._transpose(each, first.scratch.like)
-            pairs = zip(room, each, strict=True)
-            return grouped.GroupedWeights(tuple(ScaledTensor(at, one.scale_inv) for at, one in pairs))
+            room = first.scratch.like(w.payload, (experts, k, n))
+            ops.transpose_each(w.payload, room)
+            return grouped.GroupedWeights(room, w.scale_inv)
         if not all(weight.has_transposed for weight in self.weights):
-            room = self._transpose(each, torch.Tensor.new_empty)
+            room = w.payload.new_empty(experts, k, n)
+            ops.transpose_each(w.payload, room)
             for weight, at in zip(self.weights, room, strict=True):
                 weight.keep_transposed(at)
-        kept = zip(self.weights, each, strict=True)
-        return grouped.GroupedWeights(tuple(weight.transposed(one) for weight, one in kept))
-
-    def _transpose(self, each: Sequence[ScaledTensor], empty: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """(E, K, N): each payload's transpose, in memory that empty(a payload, shape) gives."""
-        n, k = each[0].payload.shape
-        room = empty(each[0].payload, (len(each), k, n))
-        together = grouped.spaced([one.payload for one in each])
-        if together is not None:
-            ops.transpose_each(together, room)
-        else:
-            for one, at in zip(each, room, strict=True):
-                ops.transpose(one.payload, out=at)
-        return room
+        kept = zip(self.weights, w.each, strict=True)
+        return grouped.GroupedWeights.of([weight.transposed(one) for weight, one in kept])
 
     def cast(
         self, x: torch.Tensor | Made, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool

@@ -301,11 +301,11 @@ class OwnedWeight:
 
         The caller must have put back its bytes by then.
         """
-        stored, before, self._load = self.stored, self._load, load
+        scale_inv, before, self._load = self._scale_inv, self._load, load
         try:
             yield
         finally:
-            self._stored, self._load = stored, before
+            self._stored, self._scale_inv, self._load = None, scale_inv, before
             self.invalidate()
 
     def await_gather(self, need: Callable[[], None]) -> None:
@@ -432,6 +432,16 @@ class OwnedWeight:
         """The quantised copy, and its transpose if that is kept."""
         kept = [self._quantized.payload] if self._quantized is not None else []
         return kept + ([self._transposed] if self._transposed is not None else [])
+
+
+def scales_of(weights: Sequence[OwnedWeight]) -> torch.Tensor:
+    """The scale_inv (E,) of weights stored in E4M3: a view if the engine has them side by side; else a copy."""
+    places = [weight._scale_inv for weight in weights]
+    assert places[0] is not None
+    scale_inv, first = places[0]
+    if first is not None and all(at and at[0] is scale_inv and at[1] == i for i, at in enumerate(places, first)):
+        return scale_inv[first : first + len(places)]
+    return torch.stack([weight.quantized().scale_inv for weight in weights])
 
 
 def owners(root: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:

@@ -49,19 +49,21 @@ class GroupedTensor:
 
 @dataclass(frozen=True, eq=False)
 class GroupedWeights:
-    """Each expert's weight (N, K) in FP8. Nothing made of them is kept: a weight that is frozen changes in place."""
+    """Each expert's weight in FP8: payload (E, N, K), each contiguous, and scale_inv (E,) float32, contiguous."""
 
-    each: tuple[ScaledTensor, ...]
+    payload: torch.Tensor
+    scale_inv: torch.Tensor
 
-    def payload(self) -> torch.Tensor:
-        """(E, N, K), each contiguous: as they lie in memory if that has them at equal distances; else a copy."""
-        payloads = [weight.payload for weight in self.each]
-        together = spaced(payloads)
-        return torch.stack(payloads) if together is None else together
+    @staticmethod
+    def of(each: Sequence[ScaledTensor]) -> "GroupedWeights":
+        """Weights (N, K): as they lie in memory if that has them at equal distances; else a copy."""
+        scale_inv = torch.stack([weight.scale_inv for weight in each])
+        return GroupedWeights(together([weight.payload for weight in each]), scale_inv)
 
-    def scale_inv(self) -> torch.Tensor:
-        """(E,) float32."""
-        return torch.stack([weight.scale_inv for weight in self.each])
+    @property
+    def each(self) -> list[ScaledTensor]:
+        """One by one."""
+        return [ScaledTensor(*one) for one in zip(self.payload, _apart(self.scale_inv), strict=True)]
 
 
 def rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, *, fast_accum: bool = False) -> torch.Tensor:
@@ -87,11 +89,12 @@ def sums(dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor], *, a
 def _cutlass_rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, fast_accum: bool) -> bool:
     """Whether there is a kernel for it; if not, nothing is done. The same for all below."""
     assert a.payload is not None
-    (n, k), types = weights.each[0].payload.shape, (a.payload.dtype, weights.each[0].payload.dtype, out.dtype)
+    b = weights.payload
+    (_, n, k), types = b.shape, (a.payload.dtype, b.dtype, out.dtype)
     kernel = _kernel(types, n, sums=False, fast_accum=fast_accum)
-    if kernel is None or not _whole(a.payload, b := weights.payload(), out):
+    if kernel is None or not _whole(a.payload, b, out):
         return False
-    operands = {"a": a.payload, "b": b, "scale_a": a.scale_inv, "scale_b": weights.scale_inv(), "d": out}
+    operands = {"a": a.payload, "b": b, "scale_a": a.scale_inv, "scale_b": weights.scale_inv, "d": out}
     _launch(kernel, a.groups, operands, m=a.groups.rows, n=n, k=k, step_b=b.stride(0), step_d=0, accumulate=0)
     return True
 
@@ -127,12 +130,12 @@ def _launch(kernel: GroupedKernel, groups: Groups, operands: dict[str, torch.Ten
 
 def _triton_rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, fast_accum: bool) -> bool:
     assert a.payload is not None
-    if not _whole(a.payload, b := weights.payload(), out):
+    if not _whole(a.payload, weights.payload, out):
         return False
     from . import grouped_triton
 
-    promote = 0 if fast_accum else PROMOTE
-    grouped_triton.rows(a.payload, b, out, a.scale_inv, weights.scale_inv(), a.groups, promote=promote)
+    scales = a.scale_inv, weights.scale_inv
+    grouped_triton.rows(a.payload, weights.payload, out, *scales, a.groups, promote=0 if fast_accum else PROMOTE)
     return True
 
 
@@ -188,6 +191,12 @@ def _parts(groups: Groups) -> list[slice]:
 def _apart(scales: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Each scale, at a multiple of 16 bytes, as cuBLASLt wants it."""
     return torch.nn.functional.pad(scales[:, None], (0, 3))[:, 0].unbind()
+
+
+def together(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Contiguous tensors (N, K) as one (E, N, K), where they lie if that can be; else a copy."""
+    lying = spaced(tensors)
+    return torch.stack(list(tensors)) if lying is None else lying
 
 
 def spaced(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -117,7 +117,7 @@ class Grouped(torch.autograd.Function):
             q = bank.cast(x if rows is None else rows, INPUT, groups, **how, training=training)
         w, ctx.box = bank.quantized(), box
         ctx.maker = None if source is None or groups.table is None else maker
-        y = grouped.rows(q, w, x.new_empty(groups.rows, w.each[0].payload.shape[0]), fast_accum=True)
+        y = grouped.rows(q, w, x.new_empty(groups.rows, w.payload.shape[1]), fast_accum=True)
         ctx.bank, ctx.groups, ctx.w, ctx.training = bank, groups, w, training
         ctx.shape = x.shape
         if anchor is not None:
@@ -140,7 +140,7 @@ class Grouped(torch.autograd.Function):
         dx = None
         if needs_dx:
             w_t = bank.transposed(ctx.w)
-            dx = grouped.rows(q, w_t, dy.new_empty(groups.rows, w_t.each[0].payload.shape[0]))
+            dx = grouped.rows(q, w_t, dy.new_empty(groups.rows, w_t.payload.shape[1]))
         bank.take_gradients(q, grouped.GroupedTensor(groups, scale_inv, None, columns))
         if dx is not None and ctx.maker is not None:
             dx = ctx.maker.put(ticket(ctx.shape, dy, 0.0), ops.combine(dx, groups.table))

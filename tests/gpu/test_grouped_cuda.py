@@ -57,7 +57,7 @@ def test_rows(counts, n, k, fmt, fast, gap):
     x = cast(k, of, fmt)
     memory = torch.randn(len(counts), n + gap, k, device=CUDA).to(E4M3.dtype)[:, :n]
     each = tuple(ScaledTensor(payload, torch.rand((), device=CUDA)) for payload in memory)
-    weights = grouped.GroupedWeights(each)
+    weights = grouped.GroupedWeights.of(each)
     ours, theirs = torch.full((2, of.rows, n), torch.nan, dtype=torch.bfloat16, device=CUDA)
     assert grouped._cutlass_rows(x, weights, ours, fast)
     grouped.loop_rows(x, weights, theirs, fast)
@@ -92,7 +92,7 @@ def test_a_graph_replays_other_counts():
     x = cast(128, of, E4M3)
     one, codes = torch.ones((), device=CUDA), torch.randn(4, 64, 128, device=CUDA).to(E4M3.dtype)
     each = tuple(ScaledTensor(payload, one) for payload in codes)
-    weights, y = grouped.GroupedWeights(each), torch.empty(of.rows, 64, dtype=torch.bfloat16, device=CUDA)
+    weights, y = grouped.GroupedWeights.of(each), torch.empty(of.rows, 64, dtype=torch.bfloat16, device=CUDA)
     grouped._cutlass_rows(x, weights, y, True)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -21,12 +21,17 @@ from megatron_fp8.layers import experts, model
 from megatron_fp8.ops.groups import TILE
 
 rows, sums, cast, together = grouped.rows, grouped.sums, ops.quantize_groups, experts.experts_together
+lie_together = grouped.together
 calls = copies = loops = 0
 
 
-def poisoned_rows(a, weights, out, **how):
+def lying_together(tensors):
     global copies
-    copies += weights.payload().data_ptr() != weights.each[0].payload.data_ptr()
+    copies += grouped.spaced(tensors) is None
+    return lie_together(tensors)
+
+
+def poisoned_rows(a, weights, out, **how):
     return rows(a, weights, out.fill_(torch.nan), **how)
 
 
@@ -54,6 +59,7 @@ def counted(*args):
 
 
 grouped.rows, grouped.sums, ops.quantize_groups = poisoned_rows, poisoned_sums, poisoned_cast
+grouped.together = lying_together
 experts.experts_together = counted
 if os.environ.get("FP8_TEST_LOOP"):
     Bank.ready = False

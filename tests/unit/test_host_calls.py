@@ -17,10 +17,12 @@ from engine_parts import Known, OneWeight, parts_of
 from host_layer import aten_calls
 
 from megatron_fp8.comm.reduce import DenseShard
+from megatron_fp8.engine.bank import Bank
 from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.grad_store import DenseStore
 from megatron_fp8.engine.owned_weight import OwnedWeight
-from megatron_fp8.gemm import cublaslt
+from megatron_fp8.gemm import cublaslt, grouped
+from megatron_fp8.gemm.grouped import GroupedTensor
 from megatron_fp8.layers.linear import product
 from megatron_fp8.layers.mlp import ActivationCast
 from megatron_fp8.layers.norm import NormCast, NormKind
@@ -28,6 +30,7 @@ from megatron_fp8.layers.parcel import Parcel, carried, plan
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import DelayedScaling
 from megatron_fp8.ops.adam import AdamHyper
+from megatron_fp8.ops.groups import groups_of
 
 triton = pytest.importorskip("triton")
 launch = importlib.import_module("megatron_fp8.ops.triton.launch")
@@ -139,6 +142,33 @@ def test_an_update_of_more_experts_is_no_more_calls(group, launches):
             found = aten_calls(update, inside=True)
         counts.append((found, list(launches)))
     assert counts[0] == counts[1] and counts[0][1] == ["_adam_kernel"]
+
+
+def test_a_pass_of_more_experts_is_no_more_calls(group, launches):
+    """Of one of their linears: the products forward and back, as Triton launches them."""
+    config, counts = OneWeight(torch.randn(F, K), group, storage="fp8").weight.config, []
+    for experts in (4, 32):
+        weights = [OwnedWeight(torch.nn.Parameter(torch.randn(F, K).bfloat16()), config) for _ in range(experts)]
+        bucket = Bucket(weights, parts_of(group, config, weights))
+        bank, groups = Bank(weights), groups_of(torch.full((experts,), 128), 128 * experts, torch.device("cpu"))
+        x, dy = (
+            GroupedTensor(groups, torch.ones(experts), *(torch.zeros(n, m).to(E4M3.dtype) for n, m in shapes))
+            for shapes in [((groups.rows, side), (side, groups.rows)) for side in (K, F)]
+        )
+
+        def both_ways(bank=bank, x=x, dy=dy, rows=groups.rows):
+            w = bank.quantized()
+            grouped.rows(x, w, torch.empty(rows, F, dtype=torch.bfloat16))
+            grouped.rows(dy, bank.transposed(w), torch.empty(rows, K, dtype=torch.bfloat16))
+            bank.take_gradients(dy, x)
+
+        for _ in range(2):
+            bucket._changed()  # as after an update
+            launches.clear()
+            found = aten_calls(both_ways, inside=True)
+        counts.append((found, list(launches)))
+    kernels = ["_rows_kernel", "_transpose_kernel", "_rows_kernel", "_sums_kernel"]
+    assert counts[0] == counts[1] and counts[0][1] == kernels
 
 
 def test_gradients_are_added_where_they_lie_without_views(group, launches):
