@@ -47,6 +47,19 @@ def bucket_of(group, exp_avg, exp_avg_sq, master, weight, partition="even", shap
     return Bucket(weights, parts_of(group, cells, weights, sharded=True)), before
 
 
+def test_neighbours_of_one_size_are_stepped_together(group, monkeypatch):
+    """Not more than fit, and not if a size is no multiple of 2,048."""
+    shapes = ((64, 64),) * 5 + ((64, 32),) * 2 + ((48, 32),) * 2 + ((64, 64),)
+    monkeypatch.setattr(weights, "_TOGETHER", 3 * 64 * 64)
+    bucket, _ = bucket_of(group, "fp8", "fp16", "remainder", "fp8", shapes=shapes)
+    runs = bucket._runs()
+    assert [range(first, after) for first, after, _, _ in runs] == [
+        range(0, 3), range(3, 5), range(5, 7), range(7, 8), range(8, 9), range(9, 10)
+    ]  # fmt: skip
+    spans = [span[1:] for span in bucket.spans]
+    assert [run[2:] for run in runs] == [(spans[i][0], spans[j - 1][1]) for i, j, _, _ in runs]
+
+
 def values(bucket):
     """What the forward pass sees of each weight."""
     return [weight.dense().float() for weight in bucket.weights]
