@@ -9,6 +9,7 @@ O3.
 
     O1, O2, O3     the level's formats (megatron_fp8/flags/level.py), from a gradient in FP8 blocks, one rank
     ... bf16 grad  the same from a BF16 gradient, which a step of more than 8 micro-batches keeps
+    ... drawn v    O2 and O3 at beta2 0.999, where the second moment is rounded by a draw
     torch          AdamW(fused=True) in FP32, then each FP32 weight copied to its BF16 one: as stock Megatron without
                    Transformer Engine, except that stock does not ask for the fused kernel
     te             the same with Transformer Engine's FusedAdam
@@ -30,6 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -45,7 +47,7 @@ from megatron_fp8.ops.adam_states import State, is_remainder
 
 LAYERS = 9
 LEVELS = ("O1", "O2", "O3")
-OURS = [*LEVELS, *(f"{level} bf16 grad" for level in LEVELS)]
+OURS = [*LEVELS, *(f"{level} bf16 grad" for level in LEVELS), "O2 drawn v", "O3 drawn v"]
 SYSTEMS = ["torch", *OURS, "te", "te-low"]
 TILES = [(2, 1), (4, 1), (4, 2), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8)]  # blocks of 128 and warps a program
 HYPER = AdamHyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
@@ -81,7 +83,7 @@ def stored(values: torch.Tensor, kind: str) -> State:
 
 def ours(system: str, sizes: list[int], device: str) -> tuple[Step, int]:
     """A level's step, and the bytes that it must move."""
-    cells = resolve(system[:2], {})
+    cells, hyper = resolve(system[:2], {}), replace(HYPER, beta2=0.999) if "drawn" in system else HYPER
     grad_scale, scale = (torch.tensor(x, device=device) for x in (0.9, SCALE))
     calls, moved = [], 0
     for n in sizes:
@@ -101,7 +103,7 @@ def ours(system: str, sizes: list[int], device: str) -> tuple[Step, int]:
         moved += nbytes(gradient) + 2 * nbytes(*averages, master) + (1 + is_remainder(master)) * nbytes(weight)
         if isinstance(gradient, BlockScaled):
             gradient = gradient.payload[None], gradient.exponents[None]
-        calls.append((gradient, *averages, master, weight, HYPER, grad_scale, *of_weight))
+        calls.append((gradient, *averages, master, weight, hyper, grad_scale, *of_weight))
 
     def step() -> None:
         for arguments in calls:

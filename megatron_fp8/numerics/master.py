@@ -21,7 +21,8 @@ and an average by 1 - beta. The largest relative change that a format may lose (
     BlockScaled 2^-4    BF16 2^-8    Block16 2^-11    remainder to E4M3 2^-20    FP32, remainder to BF16 2^-24
 
 So BF16 and Block16 masters do not move at usual learning rates. A v that is stored as BlockScaled grows but does not
-decay if beta2 >= 0.94 (sqrt(beta2) is then within half an ulp of 1); stored as Block16 it decays for beta2 <= 0.9995.
+decay if beta2 >= 0.94 (sqrt(beta2) is then within half an ulp of 1); stored as Block16 it decays for beta2 <= 0.9995,
+and too slowly from 0.998 on. So Adam rounds a slow v by a draw (ops/adam.py).
 
 Remainder. The forward pass holds a rounded copy of every master weight. It is enough to store beside it the 16 bits
 that the rounding dropped.

@@ -10,7 +10,7 @@ torch.optim.Adam and AdamW:
     w = w * (1 - lr * weight_decay)                                 only if the decay is decoupled (AdamW)
     w = w - lr / (1 - beta1^t) * (m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
 
-m, v and w are then rounded to their stored formats, to nearest:
+m, v and w are then rounded to their stored formats, to nearest unless said otherwise below:
 
     gradient     float32, bfloat16, or the PackedBlocks rows of R ranks, summed here in float32, in rank order
     exp_avg      float32, bfloat16, BlockScaled
@@ -20,10 +20,26 @@ m, v and w are then rounded to their stored formats, to nearest:
 
 A BlockScaled exp_avg rounds the subnormals of its block towards zero. Rounded to nearest with beta1 = 0.9, a value of
 four units would stay forever (3.6 rounds to 4): a weight without gradients would keep drifting, in the end by
-lr * m / eps, because v goes to zero and m does not. numerics/master.py says what each format holds and loses. The
-weight is rounded from w itself, not from the stored master: to nearest, ties to even (with a remainder to BF16: ties
-away from zero). The step's number, the rates and the bias corrections are host values. The gradient's scale, which
-includes the clip, and the weight's scales are read on the device, so the host does not wait.
+lr * m / eps, because v goes to zero and m does not.
+
+A Block16 exp_avg_sq is rounded by a draw if 1 - beta2 < 2^-7. At 0.999 v changes by 0.001 of itself a step, one or two
+of FP16's last bits. To nearest, a part of that is lost, in every step on the same side. The draw makes v a number of 11
+bits, up or down:
+
+    noise = (a * bits(v) + b mod 2^32) >> 19        13 bits, as many as v loses
+    v     = bits(v) + noise, with 13 zeros at the end
+
+The words a (odd) and b are a hash of the step's number. b is uniform, so noise is uniform for each v. So v goes up with
+a probability that is its distance from the number below, in ulps, and the mean of the stored v is v, after any history.
+With a, unequal v draw unequal noise; equal v go the same way. The draw takes nothing but v and the step's number: it is
+the same in every layout, and after a resume. All steps' errors add up to a standard deviation of 2^-11 to 2^-10 of
+v / sqrt(12 (1 - beta2)), 0.6 % at 0.999. The v of normal gradients varies by 3 % there. Below 2^-29 of its block's
+maximum FP16 has fewer bits. To these it is rounded to nearest still.
+
+numerics/master.py says what each format holds and loses. The weight is rounded from w itself, not from the stored
+master: to nearest, ties to even (with a remainder to BF16: ties away from zero). The step's
+number, the rates and the bias corrections are host values. The gradient's scale, which includes the clip, and the
+weight's scales are read on the device, so the host does not wait.
 
 Bytes read and written per element, for BlockScaled m, Block16 v, and the remainder to a BF16 weight:
 
@@ -114,6 +130,8 @@ def adam_step(
         w = w * (1 - hyper.lr * hyper.weight_decay)
     w = w - m / (root * hyper.root_correction + hyper.eps) * hyper.step_size
     write_state(exp_avg, _towards_zero(m) if isinstance(exp_avg, BlockScaled) else m)
+    if isinstance(exp_avg_sq, Block16) and hyper.draw:
+        v = _drawn(v, *hyper.draw)
     write_state(exp_avg_sq, root if isinstance(exp_avg_sq, BlockScaled) else v)
     write_master(master, weight, w, weight_scale)
     if amax_out is not None:
@@ -127,6 +145,13 @@ def _towards_zero(m: torch.Tensor) -> torch.Tensor:
     unit = (block_scales(exponents) * 2.0**-9).repeat_interleave(BLOCK)
     steps = m / unit
     return torch.where(steps.abs() < 8, steps.trunc() * unit + 0.0, m)  # + 0.0 makes -0 positive
+
+
+def _drawn(v: torch.Tensor, a: int, b: int) -> torch.Tensor:
+    """v (n,) rounded up or down to 11 significant bits; see the top of the file. An infinity or a NaN stays."""
+    bits = v.view(torch.int32)
+    noise = ((bits.long() * a + b) >> 19) & 0x1FFF
+    return torch.where(v < torch.inf, ((bits + noise.int()) & ~0x1FFF).view(torch.float32), v)
 
 
 def _read_gradient(gradient: Gradient, grad_scale: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ Checkpoints and the reference step use the conversions. The GPU's step does not:
 registers (triton/adam.py).
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -13,11 +14,14 @@ import torch
 from ..numerics.blocks import BlockScaled
 from ..numerics.formats import E4M3, encode
 from ..numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
+from ..numerics.noise import noise_seed
 from ..numerics.scaled import ScaledTensor
 from .reference import quantize_blocks
 
 type State = torch.Tensor | Block16 | BlockScaled
 type Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_SLOW = 2.0**-7  # a second moment that changes by less of itself a step is rounded by a draw, if it is a Block16
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,14 @@ class AdamHyper:
     def root_correction(self) -> float:
         """The factor that corrects the bias of sqrt(exp_avg_sq)."""
         return 1 / math.sqrt(1 - self.beta2**self.step)
+
+    @functools.cached_property
+    def draw(self) -> tuple[int, int] | None:
+        """The 32-bit words a and b of the draw that rounds a Block16 exp_avg_sq (adam.py); None: to nearest."""
+        if 1 - self.beta2 >= _SLOW:
+            return None
+        a, b = noise_seed(self.step)
+        return a | 1, b
 
 
 def is_remainder(master: State) -> TypeGuard[torch.Tensor]:

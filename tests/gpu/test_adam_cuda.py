@@ -242,8 +242,9 @@ def test_weights_side_by_side_are_stepped_as_one_by_one(master):
     [FORMATS[0], FORMATS[-1], (BF16, Block16, Block16, BF16)]
     + [(BlockScaled, Block16, INT16, weight) for weight in (BF16, ScaledTensor)],
 )
-def test_edge_values(kinds):
-    n = 16 * BLOCK
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_edge_values(kinds, beta2):
+    n, hyper = 16 * BLOCK, dataclasses.replace(HYPER, beta2=beta2)
     special = torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-130), 1e-30, 1e17, -3e38, INF, -INF, NAN])
     all_ones = torch.tensor([2**31 - 1, -1]).to(torch.int32).view(FP32)  # NaNs whose bits would carry if rounded up
     special = torch.cat([special, all_ones])
@@ -255,8 +256,8 @@ def test_edge_values(kinds):
         for i, value in enumerate(special):
             gradient[(i + 1) * BLOCK + 3 :: n] = value
         gradient[BLOCK * 14 : BLOCK * 15] = 0.0
-        after = check(gradient, state, grad_scale=1.0, weight_scale=2.0**7)
-        after = check(torch.randn(n), after, weight_scale=2.0**7)
+        after = check(gradient, state, hyper, grad_scale=1.0, weight_scale=2.0**7)
+        after = check(torch.randn(n), after, hyper, weight_scale=2.0**7)
         m, v, _, new_weight = after
         new_weight = new_weight.dequantize() if kinds[3] is ScaledTensor else new_weight
         for part in (read_state(m), read_state(v), new_weight):

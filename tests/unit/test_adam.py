@@ -294,8 +294,8 @@ def decayed(kind, beta2: float, steps: int = 50) -> torch.Tensor:
     v = stored(v.sqrt() if kind is BlockScaled else v, kind)
     before = values(v)
     state = [torch.zeros(4 * BLOCK), v, torch.zeros(4 * BLOCK), torch.zeros(4 * BLOCK).bfloat16()]
-    for _ in range(steps):
-        adam_step(torch.zeros(4 * BLOCK), *state, dataclasses.replace(HYPER, beta2=beta2), ONE)
+    for step in range(1, steps + 1):
+        adam_step(torch.zeros(4 * BLOCK), *state, dataclasses.replace(HYPER, beta2=beta2, step=step), ONE)
     return (values(v) / before) ** (2 if kind is BlockScaled else 1)
 
 
@@ -303,7 +303,57 @@ def test_which_v_decays():
     assert (decayed(BlockScaled, 0.94) == 1).all() and (decayed(BlockScaled, 0.999) == 1).all()
     assert (decayed(BlockScaled, 0.85) < 0.1).all()
     torch.testing.assert_close(decayed(Block16, 0.95), torch.full((4 * BLOCK,), 0.95**50).double(), rtol=0.02, atol=0)
-    assert (decayed(Block16, 0.9995) < 0.99).all() and (decayed(Block16, 0.9999) == 1).all()
+    torch.testing.assert_close(decayed(Block16, 0.9999, 200).mean().item(), 0.9999**200, rtol=1e-3, atol=0)
+
+
+def new_v(gradient: torch.Tensor, step: int, beta2: float = 0.999) -> tuple[torch.Tensor, torch.Tensor]:
+    """v (n,) after step number `step` from zero, as float32 computes it and as FP16 in blocks stores it."""
+    n, hyper = len(gradient), dataclasses.replace(HYPER, beta2=beta2, step=step)
+    kinds = [torch.zeros(n), quantize_block16(torch.zeros(n))]
+    for v in kinds:
+        adam_step(gradient, torch.zeros(n), v, torch.zeros(n), torch.zeros(n).bfloat16(), hyper, ONE)
+    return kinds[0], kinds[1].dequantize()
+
+
+def test_a_slow_v_is_drawn_up_or_down_with_its_own_mean():
+    """Also: the draws of two steps have nothing to do with each other, nor have those of two elements."""
+    steps, gradient = 1000, torch.randn(8 * BLOCK) * 10 ** torch.randn(8 * BLOCK).clamp(-1, 1)
+    gradient = torch.where(gradient.abs() < 0.01, 0.01, gradient)
+    exact = new_v(gradient, 1)[0].double()
+    ulp = 2.0 ** (exact.log2().floor() - 10)
+    below = (exact / ulp).floor()
+    ups = torch.stack([new_v(gradient, step)[1] / ulp - below for step in range(1, steps + 1)])
+    assert ups.unique().tolist() == [0, 1]
+    share = exact / ulp - below
+    deviation = (share * (1 - share)).sqrt()
+    assert ((ups.mean(0) - share).abs() <= 6 * deviation / steps**0.5 + 8 / steps).all()
+    errors = ((ups - share) / deviation)[:, (share > 0.1) & (share < 0.9)]
+    assert (errors[1:] * errors[:-1]).mean().abs() < 0.02 and errors.mean().abs() < 0.02
+    assert (errors[:, 1:] * errors[:, :-1]).mean().abs() < 0.02
+
+
+def test_a_draw_is_the_same_in_any_place_and_company():
+    gradient, places = torch.rand(8 * BLOCK) + 0.01, torch.randperm(8 * BLOCK)
+    at_home, elsewhere = new_v(gradient, 7)[1], new_v(gradient[places], 7)[1]
+    assert torch.equal(at_home[places], elsewhere)
+    assert not torch.equal(at_home, new_v(gradient, 8)[1])
+
+
+@pytest.mark.parametrize(("beta2", "drawn"), [(0.0, False), (0.95, False), (0.99, False), (0.995, True), (0.999, True)])
+def test_only_a_slow_v_is_drawn(beta2, drawn):
+    exact, got = new_v(torch.randn(8 * BLOCK), 3, beta2)
+    assert torch.equal(got, quantize_block16(exact).dequantize()) != drawn
+
+
+def test_what_a_draw_keeps():
+    v = quantize_block16(torch.zeros(BLOCK))
+    v.payload[:3] = torch.tensor([0.0, torch.inf, torch.nan])
+    v.payload.view(torch.int16)[2] = 0x7FFF  # all bits of this NaN are ones
+    state = torch.zeros(BLOCK), v, torch.zeros(BLOCK), torch.zeros(BLOCK).bfloat16()
+    for step in range(1, 20):
+        adam_step(torch.zeros(BLOCK), *state, dataclasses.replace(HYPER, beta2=0.999, step=step), ONE)
+        got = v.dequantize()
+        assert not got[0] and got[1] == torch.inf and got[2].isnan() and not got[3:].any()
 
 
 # Weights side by side

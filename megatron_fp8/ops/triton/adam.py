@@ -14,7 +14,8 @@ Its blocks belong to one weight: if there are several, each has a multiple of th
 
 Time. At 15 bytes an element and 4.1 TB/s, an H200's memory delivers an element every 3.7 ps; its 132 processors issue
 about 110 instructions in that time. Compiled for it (ptxas 12.8), the step with BlockScaled m, Block16 v and the
-remainder takes 51 with a BF16 weight, 73 with an E4M3 weight and its amax; 33 with FP32 states. These keep them few:
+remainder takes 51 with a BF16 weight, 73 with an E4M3 weight and its amax; 33 with FP32 states. A v that is rounded by
+a draw takes four more, and no register. These keep them few:
 
 - The square root and 1 / x are the approximate instructions. Correct rounding would take 16 and 26 more, and branches.
 - max|block| is a float maximum that keeps NaN: one instruction, including |x|.
@@ -44,6 +45,7 @@ import triton
 import triton.language as tl
 
 from ...numerics.blocks import BLOCK
+from ...numerics.master import Block16
 from ...numerics.scaled import ScaledTensor
 from ..adam_states import AdamHyper, Gradient, State
 from .blocks import _rows
@@ -154,20 +156,29 @@ def _e4m3_remainder(y, code):
     return tl.where(rounded == rounded, whole, 0).to(tl.int16)
 
 
+@triton.jit
+def _drawn(v, a, b):
+    """_drawn of ../adam.py."""
+    bits = v.to(tl.uint32, bitcast=True)
+    drawn = (bits + ((bits * a + b) >> 19)) & 0xFFFFE000
+    return tl.where(v < float("inf"), drawn.to(tl.float32, bitcast=True), v)
+
+
 @launched
 @triton.jit(
-    do_not_specialize=["grad_exponents_pitch", "scale_inv_pitch", "each", "blocks", "zero"],
+    do_not_specialize=["grad_exponents_pitch", "scale_inv_pitch", "each", "blocks", "a", "b", "zero"],
     do_not_specialize_on_alignment=_ANYWHERE,
 )
 def _adam_kernel(
     grad_ptr, grad_exponents_ptr, grad_pitch, grad_exponents_pitch, grad_scale_ptr,
     m_ptr, m_exponents_ptr, v_ptr, v_exponents_ptr, master_ptr, master_exponents_ptr,
     weight_ptr, old_scale_inv_ptr, scale_inv_pitch, scale_ptr, amax_ptr, each, blocks,
-    beta1, complement1, beta2, complement2, eps, step_size, root_correction, weight_decay, zero,
-    RANKS: tl.constexpr, DECOUPLED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    beta1, complement1, beta2, complement2, eps, step_size, root_correction, weight_decay,
+    a: tl.uint32, b: tl.uint32, zero,
+    RANKS: tl.constexpr, DECOUPLED: tl.constexpr, DRAWN: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """each: the blocks of a weight. If DECOUPLED, the argument weight_decay is the factor 1 - lr * weight_decay. EVEN:
-    ROWS divides blocks."""
+    ROWS divides blocks. DRAWN: v is rounded by the draw with a and b."""
     SCALED_WEIGHT: tl.constexpr = weight_ptr.dtype.element_ty == tl.float8e4nv
     REMAINDER: tl.constexpr = master_ptr.dtype.element_ty == tl.int16
     V_IS_ROOT: tl.constexpr = v_ptr.dtype.element_ty == tl.float8e4nv
@@ -225,6 +236,8 @@ def _adam_kernel(
     w = tl.fma(m * _reciprocal(tl.fma(root, root_correction, eps)), -step_size, w)
 
     _store(m, m_ptr, m_exponents_ptr, first, inside, zero, DECAYS=True)
+    if DRAWN:  # compiled code has uint32 words, as annotated; the interpreter turns large ones into int64
+        v = _drawn(v, a.to(tl.uint32), b.to(tl.uint32))
     _store(root if V_IS_ROOT else v, v_ptr, v_exponents_ptr, first, inside, zero)
     if SCALED_WEIGHT:
         y = w * scale
@@ -283,11 +296,12 @@ def adam_step(
         hyper.beta1, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.eps,
         hyper.step_size, hyper.root_correction, decay,
     )  # fmt: skip
+    draw = hyper.draw if isinstance(exp_avg_sq, Block16) else None
     # 16 bytes a thread are eight elements of a 16-bit type, or four of float32.
     rows = ADAM_BLOCKS // 2 if any(state.dtype == torch.float32 for state in states[::2]) else ADAM_BLOCKS
     _adam_kernel[(cdiv(blocks, rows),)](
         *gradients, grad_scale, *states, *weights, amax_out, each, blocks,
-        *map(float, rates), 0,
-        RANKS=ranks, DECOUPLED=hyper.decoupled, ROWS=rows, EVEN=blocks % rows == 0, num_warps=ADAM_WARPS,
-        enable_fp_fusion=False,
+        *map(float, rates), *(draw or (0, 0)), 0,
+        RANKS=ranks, DECOUPLED=hyper.decoupled, DRAWN=draw is not None, ROWS=rows, EVEN=blocks % rows == 0,
+        num_warps=ADAM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """S5: does Adam's second moment follow gradients that become smaller, or larger?
 
 Rounding to nearest drops a change of less than half an ulp, and v changes by 1 - beta2 of itself a step. So an FP8 v
-grows and never decays, and one in FP16 blocks decays for beta2 <= 0.9995 (numerics/master.py). If data become easy, a v
-that stands still makes all later updates too small.
+grows and never decays (numerics/master.py). One in FP16 blocks would decay too slowly at a beta2 of 0.999, and is
+rounded by a draw there (ops/adam.py). If data become easy, a v that stands still makes all later updates too small.
 
 Gradients are N(0, 1) for a while, then N(0, 1/30) or N(0, 30), as long as v needs to follow: 5 / (1 - beta2) steps. If
 they stay N(0, 1), v wanders around 1, and rounding may pull it to one side.
