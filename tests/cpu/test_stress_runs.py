@@ -60,7 +60,7 @@ def test_an_fp8_second_moment_stands_still(measured):
     """S5: gradients 30 times smaller leave it where it was, and updates 10 times too small; FP16 in blocks follows."""
     last = {key[:2]: value for key, value in measured("S5").items() if key[3] == JUDGED}
     assert last["O2 with v in FP8", "easier, beta2 0.95"] > 80 > 1 > last["O2 and O3", "easier, beta2 0.95"]
-    assert all(value < 0.1 for (arm, _), value in last.items() if arm == "O2 and O3")  # 14 to nearest, at beta2 0.999
+    assert all(value < 0.3 for (arm, _), value in last.items() if arm == "O2 and O3")  # 14 to nearest, at beta2 0.999
 
 
 def test_schedules(measured):
