@@ -187,7 +187,7 @@ def _adam_kernel(
     elif REMAINDER:
         weight_ptr = as_type(weight_ptr, tl.int16)
     first = tl.program_id(0) * ROWS
-    number = first // each  # of the weight
+    number = first // each if SCALED_WEIGHT else 0  # of the weight
     inside = tl.full((ROWS,), True, tl.int1) if EVEN else first + tl.arange(0, ROWS) < blocks
     mask = inside[:, None]
 
