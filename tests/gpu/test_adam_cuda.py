@@ -216,8 +216,9 @@ def test_packed_gradients(weight, ranks, span):
 
 
 @pytest.mark.parametrize("master", [INT16, FP32])
-def test_weights_side_by_side_are_stepped_as_one_by_one(master):
-    n, count = 2 * SHARD_UNIT, 3
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_weights_side_by_side_are_stepped_as_one_by_one(master, beta2):
+    n, count, hyper = 2 * SHARD_UNIT, 3, dataclasses.replace(HYPER, beta2=beta2)
     state = states(n * count, BlockScaled, Block16, master, ScaledTensor)
     scales = 2.0 ** torch.randint(4, 7, (count,), device=DEVICE)
     inverses = (2.0 ** -torch.randint(5, 8, (count, 4), device=DEVICE))[:, 0]  # strided, as in engine/bucket.py
@@ -226,12 +227,12 @@ def test_weights_side_by_side_are_stepped_as_one_by_one(master):
     together, singly = [to_device(part) for part in state], [to_device(part) for part in state]
     largest, each = torch.full((2, count), 0.5, device=DEVICE)
     weight = ScaledTensor(together[3].payload, inverses)
-    adam_step(gradient, *together[:3], weight, HYPER, grad_scale, scales, largest)
+    adam_step(gradient, *together[:3], weight, hyper, grad_scale, scales, largest)
     for i in range(count):
         at = slice(i * n, (i + 1) * n)
         mine = [part[at] if isinstance(part, torch.Tensor) else part.part(i * n, n) for part in singly[:3]]
         weight = ScaledTensor(singly[3].payload[at], inverses[i])
-        adam_step(gradient[at], *mine, weight, HYPER, grad_scale, scales[i], each[i])
+        adam_step(gradient[at], *mine, weight, hyper, grad_scale, scales[i], each[i])
     pairs = [zip(parts(a), parts(b), strict=True) for a, b in zip(together, singly, strict=True)]
     assert all(same(x, y) for pair in pairs for x, y in pair)
     assert same(largest, each) and largest.isnan().tolist() == [False, True, False]

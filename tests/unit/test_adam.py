@@ -361,9 +361,10 @@ def test_what_a_draw_keeps():
 
 @pytest.mark.parametrize("kinds", [(torch.float32, torch.float32), (BlockScaled, Block16)])
 @pytest.mark.parametrize("remainder", [True, False])
-def test_weights_side_by_side_are_stepped_as_one_by_one(kinds, remainder):
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+def test_weights_side_by_side_are_stepped_as_one_by_one(kinds, remainder, beta2):
     """Each with its own scales and its own largest magnitude, one of them damaged."""
-    n, count = SHARD_UNIT, 3
+    n, count, hyper = SHARD_UNIT, 3, dataclasses.replace(HYPER, beta2=beta2)
     w = torch.randn(n * count)
     scales = 2.0 ** torch.randint(4, 7, (2, count))
     inverses = torch.nn.functional.pad((1 / scales[0])[:, None], (0, 3))[:, 0]  # strided, as in engine/bucket.py
@@ -377,7 +378,7 @@ def test_weights_side_by_side_are_stepped_as_one_by_one(kinds, remainder):
         states = [copy.deepcopy(part(average, places.start, places.stop)) for average in averages]
         master = (remainders if remainder else w)[places].clone()
         weight = ScaledTensor(codes[places].clone(), scale_inv)
-        adam_step(gradient[places], *states, master, weight, HYPER, ONE, scale, largest)
+        adam_step(gradient[places], *states, master, weight, hyper, ONE, scale, largest)
         return [t.view(torch.uint8) for t in (*map(read_state, states), master, weight.payload)]
 
     together, each = torch.full((count,), 0.25), torch.full((count,), 0.25)
