@@ -18,8 +18,9 @@ repeated; one whose weights a later stage needs, and WORK has no more, is made a
 ended; it has no row then.
 
 The seed changes the order of the data, and the noise of rounding. Arms: the levels (O0 needs --te-path: stock has
-packed attention only through Transformer Engine), O3 with the paper's FP16 master, and O1 and O2 with masters that
-begin on the numbers of the file, as stock's do. Unknown flags go to Megatron.
+packed attention only through Transformer Engine), O3 with the paper's FP16 master, O1 and O2 with masters that begin on
+the numbers of the file, as stock's do, and O3 with other scales of its GEMMs' inputs, or with BF16 GEMMs. With `--until
+sft` a unit ends after SFT. Unknown flags go to Megatron.
 
     heldout_loss   SFT: nats a token of the answers
     accuracy       DPO, judged: share of pairs with a margin above 0, half of those at 0; `report` has Wilson's interval
@@ -64,6 +65,10 @@ ARMS = {
     "O3, FP16 master": "--fp8-level O3 --fp8-master fp16",
     "O1, masters as loaded": "--fp8-level O1 --fp8-masters-as-loaded",
     "O2, masters as loaded": "--fp8-level O2 --fp8-masters-as-loaded",
+    "O3, margin 1": "--fp8-level O3 --fp8-margin 1",
+    "O3, margin 2": "--fp8-level O3 --fp8-margin 2",
+    "O3, tensorwise": "--fp8-level O3 --fp8-recipe tensorwise",
+    "O3, BF16 GEMMs": "--fp8-level O3 --fp8-gemm bf16",
 }
 STAGES = "sft", "dpo", "judged"
 JUDGE = "--fp8-level O1 --fp8-gemm bf16 --skip-train --no-load-optim --no-load-rng"
@@ -192,7 +197,8 @@ class Runs:
 
     def _stages(self, arm: str, seed: int, env: dict[str, str]) -> bool:
         folder = self.args.work / folder_of(f"{arm}_{seed}")
-        done = {stage: self._row(arm, seed, stage) in self for stage in STAGES}
+        stages = STAGES[: 1 + STAGES.index(self.args.until)]
+        done = {stage: self._row(arm, seed, stage) in self for stage in stages}
         if all(done.values()):
             return True
         sft, dpo = folder / "sft", folder / "dpo"
@@ -200,14 +206,15 @@ class Runs:
         def made(stage: str, begin: Path, *more: str) -> bool:
             return self._run(arm, seed, stage, folder, begin, more, env, keep=not done[stage])
 
-        for stage, saved, begin in (("sft", sft, self.base), ("dpo", dpo, sft)):
+        weights = [("sft", sft, self.base), ("dpo", dpo, sft)][: len(stages)]
+        for stage, saved, begin in weights:
             if not done[stage] or not (saved / "latest_checkpointed_iteration.txt").exists():
                 shutil.rmtree(saved, ignore_errors=True)
                 if not made(stage, begin, "--save", str(saved)):
                     return False
-        if not done["judged"] and not made("judged", sft, "--load", str(dpo)):
+        if not done.get("judged", True) and not made("judged", sft, "--load", str(dpo)):
             return False
-        for saved in (sft, dpo):
+        for _, saved, _ in weights:
             shutil.rmtree(saved)
         return True
 
@@ -356,6 +363,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     verb.add_argument("--work", type=Path, default=Path("runs/smollm2"), help="checkpoints, data and logs")
     verb.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     verb.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    verb.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage of a unit")
     verb.add_argument("--jobs", type=int, default=1, help="units at a time")
     verb.add_argument("--gpus", type=int, default=1, help="GPUs that they are shared among, the first ones")
     verb.add_argument("--minutes", type=float, default=60)

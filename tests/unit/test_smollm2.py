@@ -269,3 +269,8 @@ def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
     said = call(*run)
     assert "sft: heldout_loss" in said and "judged: accuracy" in said and "O1, seed" not in said
     assert len((tmp_path / "x.csv").read_text().splitlines()) == 13
+    scales = ["O3, margin 2", "O3, tensorwise", "O3, BF16 GEMMs"]
+    call(*words.split(), *"--until sft --arms".split(), *scales)
+    rows = smollm2.read(tmp_path / "x.csv")[12:]
+    assert [(row["arm"], row["stage"]) for row in rows] == [(arm, "sft") for arm in scales]
+    assert len({row["first_loss"] for row in rows}) == 3  # a step's first micro-batch has no history, and a margin
