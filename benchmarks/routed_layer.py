@@ -271,7 +271,7 @@ def main() -> None:
     for model, sizes in MODELS.items():
         asked = args.experts, args.hidden, args.ffn
         experts, hidden, ffn = (mine or theirs for mine, theirs in zip(asked, sizes, strict=True))
-        together: dict[str, float] = {}
+        fused: dict[str, float] = {}
         for kind in args.counts if model.startswith(args.only) else ():
             counts = counts_of(kind, experts, args.tokens * TOP[model] // experts, 1)
             layer = Layer(experts, hidden, ffn, counts, args.tokens)
@@ -300,13 +300,13 @@ def main() -> None:
                     row = {"model": model, "tokens": args.tokens, "counts": kind, "what": title, "name": name}
                     rows.append(row | {"ms": round(ms[name], 4), "burst ms": round(bursts[name], 4)} | where)
                     print(f"  {title:8} {name:14} {ms[name]:8.3f} ms, burst {bursts[name]:8.3f}", flush=True)
-                together[kind] = ms.get("together", together.get(kind, 0.0))
+                fused[kind] = ms.get("fused", fused.get(kind, 0.0))
                 if args.csv:
                     append(args.csv, list(rows[0]), rows)  # at once: the next may never end
             del layer, systems, calls
             torch.cuda.empty_cache()
-        if {"equal", "skewed"} <= together.keys():
-            print(f"{model}: skewed counts take {together['skewed'] / together['equal'] - 1:+.1%}", flush=True)
+        if {"equal", "skewed"} <= fused.keys():
+            print(f"{model}: skewed counts take {fused['skewed'] / fused['equal'] - 1:+.1%}", flush=True)
 
 
 if __name__ == "__main__":
