@@ -166,5 +166,7 @@ class Bank:
     def _taken(self, sinks: Sequence[GradSink]) -> None:
         for sink in sinks:
             sink.adds += 1
+        for look in self.weights[0].events.launched:
+            look()
         for weight in self.weights:
             weight.gradient_taken()

@@ -43,6 +43,9 @@ class Observer:
     def gradient_added(self, weight) -> None:
         """The gradient was added."""
 
+    def launched(self) -> None:
+        """All that adds a weight's gradient, or those of a bank, is launched. Experts still run together."""
+
     def reducing(self, bucket, stages):
         """A bucket's gradients go out: the stages of its sum (comm/wire.py), to return or to wrap."""
         return stages

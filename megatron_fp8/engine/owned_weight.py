@@ -399,6 +399,8 @@ class OwnedWeight:
         sink.take(product)
         for look in self.events.gradient_added:
             look(self)
+        for look in self.events.launched:
+            look()
         self.gradient_taken()
 
     def open_sink(self) -> GradSink:

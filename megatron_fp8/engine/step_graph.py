@@ -254,7 +254,7 @@ class StepGraph:
         """Whether an observer wants to see inside the step, or some linears compute in BF16 for a while."""
         events, watch = self._engine.events, self._engine.watch
         inside = events.cast, events.forward, events.backward, events.gradient, events.gradient_added, events.reducing
-        return any(inside) or (watch is not None and watch.any_in_bf16)
+        return any(inside) or bool(events.launched) or (watch is not None and watch.any_in_bf16)
 
     @property
     def _scaled(self) -> bool:

@@ -7,8 +7,8 @@ before:
     host ahead     launches ........ grad L | grad L-1 ? no      the GPU is layers behind
     GPU waits      launches ........ grad L | grad L-1 ? yes     it is done before more comes
 
-This costs one event a linear, in two steps. The share of queries that find the GPU done is not the share of time that
-the GPU waits. The step time under a CUDA graph, which the log has, shows that.
+This costs one event a linear in two steps, and one for experts that run together. The share of queries that find the
+GPU done is not the share of time that the GPU waits. The step time under a CUDA graph, which the log has, shows that.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class HostWait(Observer):
     def begin_step(self) -> None:
         self._step, self._last = self._step + 1, None
 
-    def gradient_added(self, weight) -> None:
+    def launched(self) -> None:
         if self._step < FIRST:
             return
         if self._last is not None:
