@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .. import gemm, ops
+from .. import ops
 from ..gemm import grouped
 from ..numerics.formats import Format, decode
 from ..ops.groups import Groups
 from ..ops.source import Payloads
-from .grad_store import GradSink
+from .grad_store import take_beside
 from .owned_weight import INPUT, OwnedWeight, scales_of
 
 # Padded rows that are not in memory yet: called with (format, scale (E,), rows=, columns=, amax_out=), it casts them as
@@ -155,17 +155,12 @@ class Bank:
         added = {sink.adds > 0 for sink in sinks}
         if len(dense) == len(sinks) and len(added) == 1:
             grouped.sums(dy, x, dense, accumulate=added.pop())
-            self._taken(sinks)
-            return
-        made = torch.empty(len(sinks), *shape, dtype=torch.bfloat16, device=x.scale_inv.device)
-        grouped.sums(dy, x, made.unbind())
-        for sink, gradient in zip(sinks, made, strict=True):
-            sink.take(gemm.Computed(gradient))
-        self._taken(())
-
-    def _taken(self, sinks: Sequence[GradSink]) -> None:
-        for sink in sinks:
-            sink.adds += 1
+            for sink in sinks:
+                sink.adds += 1
+        else:
+            made = torch.empty(len(sinks), *shape, dtype=torch.bfloat16, device=x.scale_inv.device)
+            grouped.sums(dy, x, made)
+            take_beside(sinks, made)
         for look in self.weights[0].events.launched:
             look()
         for weight in self.weights:

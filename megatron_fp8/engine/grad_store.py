@@ -23,7 +23,7 @@ how it runs: into the store's memory, accumulating there, or into memory of its 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -102,6 +102,15 @@ class BlockStore:
             ops.add_blocks(gradient, self._packed, sink.seed(), sink.start)
         else:
             ops.quantize_blocks(gradient, out=self._packed, first=sink.start)
+
+    def add_beside(self, gradients: torch.Tensor, sinks: Sequence["GradSink"]) -> None:
+        """`add` to each of the sinks its (N, K) of gradients (E, N, K) BF16, in one pass. The sinks are neighbours, in
+        order, and have taken as many gradients."""
+        first = sinks[0]
+        if first.adds:
+            ops.add_blocks(gradients.view(-1), self._packed, seeds(sinks), first.start)
+        else:
+            ops.quantize_blocks(gradients.view(-1), out=self._packed, first=first.start)
 
     def place(self, sink: "GradSink") -> None:
         """None: no GEMM adds to what is stored."""
@@ -192,7 +201,7 @@ class GradSink:
 
     def seed(self) -> Seed:
         """The seed of the next addition's noise."""
-        return self.seed_of(self.adds) if self.recorded is None else self.recorded.next(self)
+        return self.seed_of(self.adds) if self.recorded is None else self.recorded.next([self])[0]
 
     def seed_of(self, adds: int) -> tuple[int, int]:
         """The seed of the noise of the step's addition number `adds`."""
@@ -243,21 +252,46 @@ class RecordedSeeds:
         """Whether the step is recorded."""
         return self._room is not None
 
-    def next(self, sink: GradSink) -> torch.Tensor:
-        """The place (2,) int32 from which the sink's next addition reads its seed. RuntimeError if no room is left."""
+    def next(self, sinks: Sequence[GradSink]) -> torch.Tensor:
+        """The place (E, 2) int32 from which the sinks' next additions read their seeds. RuntimeError if no room is
+        left."""
         at = self.count
-        self._additions.append((sink, sink.adds))
+        self._additions += [(sink, sink.adds) for sink in sinks]
         if self._room is None:
-            return _int32(sink.seed_of(sink.adds), self._memory.device)
-        if at >= self._room:
+            return _int32([sink.seed_of(sink.adds) for sink in sinks], self._memory.device)
+        if self.count > self._room:
             raise RuntimeError(f"more than {self._room} additions of gradients in FP8, as many as the step before had")
-        return self._memory[at, :2]
+        return self._memory[at : self.count, :2]
 
     def fill(self) -> None:
         """Write the seeds of the sinks' present step."""
         if self._additions:
             seeds = [sink.seed_of(adds) for sink, adds in self._additions]
             self._memory[: self.count, :2].copy_(_int32(seeds, self._memory.device))
+
+
+def take_beside(sinks: Sequence[GradSink], gradients: torch.Tensor) -> None:
+    """Take for each open sink its (N, K) of gradients (E, N, K) BF16, as one after the other would.
+
+    At once, if they lie in FP8 and are neighbours, as a bank's are.
+    """
+    first, numel = sinks[0], gradients[0].numel()
+    mine = ((first.store, first.start + i * numel, first.adds) for i in range(len(sinks)))
+    if isinstance(first.store, BlockStore) and [(s.store, s.start, s.adds) for s in sinks] == list(mine):
+        first.store.add_beside(gradients, sinks)
+        for sink in sinks:
+            sink.adds += 1
+    else:
+        for sink, gradient in zip(sinks, gradients, strict=True):
+            sink.take(gemm.Computed(gradient))
+
+
+def seeds(sinks: Sequence[GradSink]) -> torch.Tensor:
+    """The seeds (E, 2) int32 of the sinks' next additions, on their device."""
+    first = sinks[0]
+    if first.recorded is not None:
+        return first.recorded.next(sinks)
+    return _int32([sink.seed_of(sink.adds) for sink in sinks], first.store.tensors[0].device)
 
 
 def _int32(seeds, device: torch.device) -> torch.Tensor:

@@ -76,9 +76,16 @@ def rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, *, fast_a
     return out
 
 
-def sums(dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor], *, accumulate: bool = False) -> None:
-    """Write or add dW_e to each of `into` (N, K), of dy (R', N) and x (R', K), both by their columns."""
-    d = spaced(into) if into[0].is_cuda else None
+def sums(
+    dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor] | torch.Tensor, *, accumulate: bool = False
+) -> None:
+    """Write or add dW_e to each of `into` (N, K), of dy (R', N) and x (R', K), both by their columns.
+
+    into: one tensor (E, N, K) spares the host the work of E.
+    """
+    d = None
+    if dy.scale_inv.is_cuda:
+        d = into if isinstance(into, torch.Tensor) else spaced(into)
     if d is None or not (_cutlass_sums(dy, x, d, accumulate) or _triton_sums(dy, x, d, accumulate)):
         loop_sums(dy, x, into, accumulate)
 
@@ -169,7 +176,9 @@ def loop_rows(a: GroupedTensor, weights: GroupedWeights, out: torch.Tensor, fast
             gemm(ScaledTensor(a.payload[part], scale_inv), weight, Epilogue(into=out[part]), fast_accum=fast_accum)
 
 
-def loop_sums(dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor], accumulate: bool) -> None:
+def loop_sums(
+    dy: GroupedTensor, x: GroupedTensor, into: Sequence[torch.Tensor] | torch.Tensor, accumulate: bool
+) -> None:
     """`sums` by one GEMM an expert."""
     assert dy.columns is not None and x.columns is not None
     scales = zip(_apart(dy.scale_inv), _apart(x.scale_inv), strict=True)

@@ -30,7 +30,8 @@ import struct
 
 import torch
 
-# Two unsigned 32-bit words; or the same bits in a tensor (2,) int32, which is read when the noise is computed.
+# Two unsigned 32-bit words; or the same bits in a tensor (2,) int32, which is read when the noise is computed. An
+# operation on several tensors at once takes one for each, (E, 2) int32.
 type Seed = tuple[int, int] | torch.Tensor
 
 

@@ -139,11 +139,15 @@ def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: Seed, first: int = 0
     x's first element. This is one float32 addition, then one stochastic rounding, so the mean over seeds is the
     float32 sum. A NaN or an infinity in x or `blocks`, or a sum beyond float32, becomes a NaN payload. ValueError if n
     or `first` is no multiple of 128, or if `blocks` is too small.
+
+    Seeds (E, 2): x is E tensors of one size, a multiple of 128, side by side; each is added with its own noise.
     """
     if x.dim() != 1:
         raise ValueError(f"add_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
     total = blocks.read(first, x.numel()).dequantize().add_(x)
-    quantize_blocks(total, "stochastic", uniform_noise(x.numel(), seed, x.device), blocks, first)
+    seeds = list(seed) if isinstance(seed, torch.Tensor) and seed.dim() == 2 else [seed]
+    noise = torch.cat([uniform_noise(x.numel() // len(seeds), one, x.device) for one in seeds])
+    quantize_blocks(total, "stochastic", noise, blocks, first)
 
 
 def sum_blocks(

@@ -329,7 +329,8 @@ def check_add_blocks(x: torch.Tensor, stored: BlockScaled, layout: str = "plain"
     expected.write(first, stored)
     got = PackedBlocks(put(expected.data.clone()))
     reference.add_blocks(x, expected, seed, first)
-    assert ops.add_blocks(put(x, layout), got, seed, first) is None
+    there = put(seed) if isinstance(seed, torch.Tensor) else seed
+    assert ops.add_blocks(put(x, layout), got, there, first) is None
     assert same_packed(got, expected)
 
 
@@ -354,6 +355,25 @@ def test_add_blocks_any_bits(dtype):
 @pytest.mark.parametrize("seed", [(0, 0), (1, 16), (2**31, 2**31 - 1), (2**32 - 1, 2**32 - 1)], ids=str)
 def test_add_blocks_any_seed(seed):
     check_add_blocks(torch.randn(5 * BLOCK), reference.quantize_blocks(torch.randn(5 * BLOCK)), seed=seed)
+
+
+@smoke
+@pytest.mark.parametrize("step", [2, 4])
+def test_add_blocks_to_tensors_each_with_its_seed(step):
+    """The seeds lie as they are made for one pass (2), or as for a recorded step (4 words apart)."""
+    seeds = torch.tensor([noise_seed(torch.initial_seed(), i) for i in range(3)]).to(torch.int32)
+    memory = torch.full((3, step), -1, dtype=torch.int32)
+    memory[:, :2] = seeds
+    each = 19 * BLOCK  # more than a program's, and not a multiple of them
+    x, start = torch.randn(3 * each).bfloat16(), reference.quantize_blocks(torch.randn(3 * each))
+    check_add_blocks(x, start, seed=memory[:, :2])
+    together, apart = (PackedBlocks.zeros(1, 32 * SHARD_UNIT, "cpu") for _ in range(2))
+    for packed in (together, apart):
+        packed.write(0, start)
+    reference.add_blocks(x, together, seeds)
+    for i, seed in enumerate(seeds):
+        reference.add_blocks(x[i * each : (i + 1) * each], apart, (int(seed[0]), int(seed[1])), i * each)
+    assert same_packed(together, apart)
 
 
 @smoke

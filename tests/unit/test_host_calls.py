@@ -144,9 +144,11 @@ def test_an_update_of_more_experts_is_no_more_calls(group, launches):
     assert counts[0] == counts[1] and counts[0][1] == ["_adam_kernel"]
 
 
-def test_a_pass_of_more_experts_is_no_more_calls(group, launches):
+@pytest.mark.parametrize(("accumulated", "adds"), [("fp32", []), ("fp8", ["_add_kernel"])])
+def test_a_pass_of_more_experts_is_no_more_calls(accumulated, adds, group, launches):
     """Of one of their linears: the products forward and back, as Triton launches them."""
     config, counts = OneWeight(torch.randn(F, K), group, storage="fp8").weight.config, []
+    config.grad_accum = accumulated
     for experts in (4, 32):
         weights = [OwnedWeight(torch.nn.Parameter(torch.randn(F, K).bfloat16()), config) for _ in range(experts)]
         bucket = Bucket(weights, parts_of(group, config, weights))
@@ -167,7 +169,7 @@ def test_a_pass_of_more_experts_is_no_more_calls(group, launches):
             launches.clear()
             found = aten_calls(both_ways, inside=True)
         counts.append((found, list(launches)))
-    kernels = ["_rows_kernel", "_transpose_kernel", "_rows_kernel", "_sums_kernel"]
+    kernels = ["_rows_kernel", "_transpose_kernel", "_rows_kernel", "_sums_kernel", *adds]
     assert counts[0] == counts[1] and counts[0][1] == kernels
 
 

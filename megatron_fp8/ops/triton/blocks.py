@@ -133,15 +133,15 @@ def _quantize_kernel(
 
 
 @launched
-@triton.jit(do_not_specialize=["first", "s0", "s1", "zero"])
+@triton.jit(do_not_specialize=["first", "s0", "s1", "each", "seed_step", "zero"])
 def _add_kernel(
     x_ptr, payload_ptr, codes_ptr, exponents_ptr, blocks, first, per_row, pitch, s0: tl.uint32, s1: tl.uint32, seed_ptr,
-    zero, ROWS: tl.constexpr,
+    each, seed_step, zero, ROWS: tl.constexpr,
 ):  # fmt: skip
     """blocks <- blocks + x, from block `first` on.
 
-    codes_ptr is payload_ptr as bytes: the kernel reads FP8 and writes fp8_quad's bytes. The seed is s0 and s1, or the
-    two words at seed_ptr if given.
+    codes_ptr is payload_ptr as bytes: the kernel reads FP8 and writes fp8_quad's bytes. The seed is s0 and s1. If
+    seed_ptr is given, each tensor of `each` blocks has its two words there, seed_step apart.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     offsets = rows.to(tl.int64)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -151,7 +151,11 @@ def _add_kernel(
     total += tl.load(x_ptr + offsets, mask=inside[:, None], other=0.0).to(tl.float32)
     # Compiled code has uint32 words, as annotated; the interpreter turns large ones into int64.
     if seed_ptr is not None:
-        noise = _noise(offsets.to(tl.uint32), tl.load(seed_ptr).to(tl.uint32), tl.load(seed_ptr + 1).to(tl.uint32))
+        tensor = rows // each
+        index = offsets - tensor.to(tl.int64)[:, None] * each * _BLOCK
+        w0 = tl.load(seed_ptr + tensor * seed_step, mask=inside, other=0).to(tl.uint32)[:, None]
+        w1 = tl.load(seed_ptr + tensor * seed_step + 1, mask=inside, other=0).to(tl.uint32)[:, None]
+        noise = _noise(index.to(tl.uint32), w0, w1)
     else:
         noise = _noise(offsets.to(tl.uint32), s0.to(tl.uint32), s1.to(tl.uint32))
     _store_blocks(total, noise, codes_ptr, exponents_ptr, values, scales, inside, zero)
@@ -221,7 +225,12 @@ def add_blocks(x: torch.Tensor, blocks: PackedBlocks, seed: Seed, first: int = 0
         raise ValueError(f"add_blocks takes (n,), n a multiple of {BLOCK}, not {tuple(x.shape)}")
     blocks.check_span(first, x.numel())
     count, payload, exponents = x.numel() // BLOCK, blocks.payload, blocks.exponents
-    words = (0, 0, seed) if isinstance(seed, torch.Tensor) else (*seed, None)
+    if not isinstance(seed, torch.Tensor):
+        words = *seed, None, count, 0
+    elif seed.dim() == 1:
+        words = 0, 0, seed, count, 0
+    else:
+        words = 0, 0, seed, count // len(seed), seed.stride(0)
     _add_kernel[(cdiv(count, ADD_BLOCKS),)](
         x.contiguous(), payload, payload.view(torch.uint8), exponents, count, first // BLOCK,
         exponents.shape[1], blocks.data.stride(0), *words, 0,
