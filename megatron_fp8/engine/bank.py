@@ -13,6 +13,7 @@ import torch
 from .. import ops
 from ..gemm import grouped
 from ..numerics.formats import Format, decode
+from ..numerics.scaling import compute_scale
 from ..ops.groups import Groups
 from ..ops.source import Payloads
 from .grad_store import take_beside
@@ -32,16 +33,22 @@ class Bank:
 
     @property
     def ready(self) -> bool:
-        """Whether the next pass may be grouped: all are trained in FP8, with delayed scales that are known, and there
-        is no observer, who would be shown one expert at a time. Raises as OwnedWeight.makes_gradient."""
+        """Whether the next pass may be grouped: all are trained in FP8, with delayed scales, and there is no observer,
+        who would be shown one expert at a time. Raises as OwnedWeight.makes_gradient."""
         first = self.weights[0]
         scaling, events = first.casts.scaling, first.events
-        if scaling is None or not scaling.warm or not first.config.wgrad:
+        if scaling is None or not first.config.wgrad:
             return False
         if events.cast or events.forward or events.backward or events.gradient or events.gradient_added:
             return False
         alike = (weight.fp8 and weight.casts.scaling is scaling for weight in self.weights)
         return all(alike) and all(weight.makes_gradient() for weight in self.weights)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether delayed scales are known: not in the first step, whose casts take them from their own amaxes."""
+        scaling = self.weights[0].casts.scaling
+        return scaling is not None and scaling.warm
 
     def await_gradients(self) -> None:
         """A backward pass will bring each weight one more gradient."""
@@ -92,17 +99,22 @@ class Bank:
         self, x: torch.Tensor | Made, role: int, groups: Groups, *, rows: bool, columns: bool, training: bool
     ) -> grouped.GroupedTensor:
         """Cast x, (R, K) as given or (R', K) padded, to the format of its role. In training its amaxes count."""
-        scaling = self.weights[0].casts.scaling
+        scaling, fmt = self.weights[0].casts.scaling, self._format(role)
         assert scaling is not None
         device = groups.counts.device
         slots = self._slots_on(device)[role]
-        largest = torch.zeros(len(slots), device=device) if training else None
+        largest = torch.zeros(len(slots), device=device)
         made = functools.partial(ops.quantize_groups, x, groups) if isinstance(x, torch.Tensor) else x
-        how = {"rows": rows, "columns": columns, "amax_out": largest}
-        payload, payload_t = made(self._format(role), scaling.scale[slots], **how)
-        if largest is not None:
+        if scaling.warm:
+            scale, scale_inv = scaling.scale[slots], scaling.scale_inv[slots]
+        else:  # a cast for the sake of its amaxes
+            made(fmt, torch.ones_like(largest), rows=True, columns=False, amax_out=largest)
+            scale = compute_scale(largest, fmt, margin=self.weights[0].config.margin)
+            scale_inv = scale.reciprocal()
+        payload, payload_t = made(fmt, scale, rows=rows, columns=columns, amax_out=largest if training else None)
+        if training:
             scaling.amax[slots] = torch.maximum(scaling.amax[slots], largest)
-        return grouped.GroupedTensor(groups, scaling.scale_inv[slots], payload, payload_t)
+        return grouped.GroupedTensor(groups, scale_inv, payload, payload_t)
 
     def send(
         self, x: torch.Tensor, role: int, source: torch.Tensor, expert: torch.Tensor, *, training: bool

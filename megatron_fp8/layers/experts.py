@@ -3,7 +3,7 @@
     rows (R, h), sorted by expert ──split──► x_e (m_e, h) ──pad──► fc1, activation x probability, fc2 ──cut──► (R, h)
 
 With --moe-grouped-gemm the rows stay together (grouped_experts.py), in each pass in which that computes the same: all
-experts are in FP8 and trained, their delayed scales are known, and neither observers nor hooks look at a single one.
+experts are in FP8 and trained, with delayed scales, and neither observers nor hooks look at a single one.
 
 An expert's two weights are owned like any linear's, in a set of their own (engine/weight_groups.py): the ranks of
 expert data parallelism have the same ones, and the other ranks have other experts.
@@ -79,7 +79,7 @@ class Fp8Experts(SequentialMLP):
     def may_get_codes(self) -> Banks | None:
         """(fc1's bank, fc2's) if rows may be sent in FP8 in the pass that begins: the same on all ranks that have
         experts of the layer, which `check_dispatch` has seen to (dispatch.py). Else None."""
-        return self._banks if self._banks and all(bank.ready for bank in self._banks) else None
+        return self._banks if self._ready() and all(bank.scaled for bank in self._banks or ()) else None
 
     def takes_tickets(self) -> bool:
         """Whether a ticket may stand for the rows of the pass that begins, if there are any.
@@ -88,9 +88,12 @@ class Fp8Experts(SequentialMLP):
         """
         return self._together() and not hooked(self)
 
+    def _ready(self) -> bool:
+        return self._banks is not None and all(bank.ready for bank in self._banks)
+
     def _together(self) -> bool:
         """Whether the pass that begins may be grouped; see the top of the file."""
-        return self.may_get_codes() is not None and not any(hooked(m) for pair in self._linears for m in pair)
+        return self._ready() and not any(hooked(m) for pair in self._linears for m in pair)
 
 
 def _padded(expert, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:

@@ -51,10 +51,10 @@ CASES = [
 
 @pytest.mark.parametrize(("flags", "ranks"), CASES)
 def test_together_and_one_by_one(flags, ranks):
-    """From the second step on, when the scales are known: losses, norms, weights, moments and scales."""
+    """From the first step on, whose scales are its own: losses, norms, weights, moments and scales."""
     *grouped, together = experts(flags, ranks)
     *looped, none = experts(flags, ranks, FP8_TEST_LOOP="1")
-    passes = 2 * 2 * (2 if "recompute" in flags else 1)  # two steps, two layers; recomputation makes each twice
+    passes = 3 * 2 * (2 if "recompute" in flags else 1)  # three steps, two layers; recomputation makes each twice
     assert none == [0] * ranks and len(together) == ranks and all(n and n % passes == 0 for n in together)
     assert grouped == looped
 
