@@ -31,7 +31,7 @@ def experts(flags: str, ranks: int = 1, **env: str):
 
 
 CASES = [
-    ("--fp8-level O3", 1),
+    ("--fp8-level O3 --fp8-grad-accum fp8", 1),
     (f"--fp8-level O1 {SPREAD}", 2),
     ("--fp8-level O2 --keep-fp8-transpose-cache", 1),
     *(
