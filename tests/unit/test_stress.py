@@ -1,5 +1,6 @@
 """megatron-fp8 lab stress: what is planted, how it is judged, the store, and the page."""
 
+import contextlib
 import math
 import os
 import random
@@ -13,12 +14,22 @@ from launch import ROOT
 from megatron_fp8 import cli
 from megatron_fp8.errors import UserError
 from megatron_fp8.numerics.formats import E4M3
-from megatron_fp8.tools.stress import accumulation, drawing, jumps, late_state, outliers, small_rates, sums
+from megatron_fp8.tools.stress import (
+    accumulation,
+    drawing,
+    every,
+    jumps,
+    late_state,
+    network,
+    outliers,
+    small_rates,
+    sums,
+)
 from megatron_fp8.tools.stress.every import SUITE
 from megatron_fp8.tools.stress.main import NAMES, _names, _seeds
 from megatron_fp8.tools.stress.page import lines
 from megatron_fp8.tools.stress.store import COLUMNS, append, read
-from megatron_fp8.tools.stress.suite import JUDGED, Found, Point, gain_and_error, judged, verdicts, worst
+from megatron_fp8.tools.stress.suite import JUDGED, Found, Point, Stress, gain_and_error, judged, verdicts, worst
 
 
 def points(stress: str, seed: int, found) -> list[Point]:
@@ -74,6 +85,48 @@ def test_the_store_gives_back_what_was_appended(tmp_path):
     with pytest.raises(UserError, match="not a stress store's"):
         read(path)
     assert len(COLUMNS) == 9
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from megatron_fp8.tools.stress.every import SUITE
+from megatron_fp8.tools.stress.store import Part, taken
+
+with taken(Path(sys.argv[1]), Part(SUITE[7], 2, "c")) as mine:
+    print(mine, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_stress_with_cases_is_stored_case_by_case(tmp_path, monkeypatch, capsys):
+    """A case that the store has is not measured again, nor one that another process measures; the rest is kept if one
+    ends in an error."""
+    made, store = [], tmp_path / "new" / "a.csv"
+
+    def measure(seed, case):
+        made.append((seed, case))
+        yield Found("O3", case, math.nan, JUDGED, 0.1)
+        assert case != "d"
+
+    made_up = Stress("S8", "", "", dict.fromkeys("abcd", 1.0), "%", measure, lambda points: None, cases=tuple("abcd"))
+    monkeypatch.setattr(every, "suite", lambda points, late=None: (made_up,))
+    monkeypatch.setattr(network, "alone", contextlib.nullcontext)
+    monkeypatch.setattr(network, "device_name", lambda: "here")
+    append(store, points("S8", 1, [Found("O3", case, math.nan, JUDGED, 0.1) for case in "abcd"]))
+    append(store, points("S8", 2, [Found("O3", "a", math.nan, JUDGED, 0.1)]))
+    command = ["lab", "stress", "--only", "S8", "--seeds", "1,2", "--store", str(store)]
+    holder = [sys.executable, "-W", "ignore", "-c", HOLDS, str(store)]
+    with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdout.readline() == "True\n"
+        assert cli.main(command) == 1 and made == [(2, "b"), (2, "d")]
+        assert "S8 seed 2, d: ended in an error; the others go on" in capsys.readouterr().out
+        other.kill()  # what it had is free again
+    made.clear()
+    assert cli.main(command) == 1 and made == [(2, "c"), (2, "d")]
+    assert "S8 seed 2, c: 1 numbers in 0 s" in capsys.readouterr().out
+    found = sorted((point.seed, point.found.case) for point in read(store))
+    assert found == [(1, "a"), (1, "b"), (1, "c"), (1, "d"), (2, "a"), (2, "b"), (2, "c")]
 
 
 @pytest.mark.parametrize("text, seeds", [("3", [3]), ("1,3", [1, 3]), ("2-4,3,9", [2, 3, 4, 9])])

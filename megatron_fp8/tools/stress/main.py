@@ -4,10 +4,10 @@
     megatron-fp8 lab stress --only S2,S5 --seeds 1-4 --minutes 10 --store stress.csv
     megatron-fp8 lab stress --minutes 0 --store stress.csv --out page  only the page
 
-A stress and seed are measured together and appended to the store; what is there is not measured again. Seeds come
-first, then stresses: if the time runs out, all stresses have about as many seeds. Several processes may work on one
-store, with other seeds each. On a GPU the models are small, but real; without one they are toys. To measure needs no
-package of the lab's; verdicts need scipy, the page matplotlib too.
+A stress and seed are measured together and appended to the store, of S8 a case and seed; what is there is not measured
+again. Seeds come first, then stresses: if the time runs out, all stresses have about as many seeds. Several processes
+with the same command share what is missing. On a GPU the models are small, but real; without one they are toys. To
+measure needs no package of the lab's; verdicts need scipy, the page matplotlib too.
 """
 
 import contextlib
@@ -50,19 +50,19 @@ def run(args: Namespace) -> int:
     from .late_state import NAME, layers
     from .network import device_name
     from .page import lines, sections
-    from .store import read
+    from .store import Part, read
 
     points = read(store)
     late = Path(args.late) if args.late is not None else None
     if late is not None:
         layers(late)  # a wrong folder ends the command here
         names.add(NAME)
-    known = {(point.stress, point.seed) for point in points}
     chosen = [stress for stress in suite(points, late) if stress.name in names]
     others = sorted({point.device for point in points} - {device_name()})
     if others and args.minutes:
         raise UserError(f"--store {store}: has numbers of {', '.join(others)}; take another on this machine")
-    missing = [(s, seed) for seed in seeds for s in chosen if (s.name, seed) not in known]
+    parts = (Part(stress, seed, case) for seed in seeds for stress in chosen for case in stress.cases or ("",))
+    missing = [part for part in parts if not part.measured(points)]
     failed = _measure(missing, store, 60 * args.minutes) if missing and args.minutes else 0
     points = read(store)
     every = suite(points)
@@ -80,27 +80,30 @@ def run(args: Namespace) -> int:
 
 
 def _measure(missing: list, store: Path, seconds: float) -> int:
-    """Measure stresses and seeds, as many as begin in time. Returns how many ended in an error."""
+    """Measure parts, as many as begin in time and no other process has. Returns how many ended in an error."""
     from .network import alone, device_name
-    from .store import append
+    from .store import append, read, taken
     from .suite import Point
 
     began, failed, version = time.monotonic(), 0, commit() or "commit not known"
     with alone():
-        for done, (stress, seed) in enumerate(missing):
+        for done, part in enumerate(missing):
             if time.monotonic() - began > seconds:
                 print(f"time is up: {len(missing) - done} of {len(missing)} are left; the same command goes on")
                 break
-            at, said = time.monotonic(), io.StringIO()
-            try:
-                with contextlib.redirect_stdout(said):  # a line a model
-                    found = list(stress.measure(seed))
-            except Exception:
-                failed += 1
-                print(f"{stress.name} seed {seed}: ended in an error; the others go on\n{traceback.format_exc()}")
-                continue
-            append(store, [Point(stress.name, seed, one, device_name(), version) for one in found])
-            print(f"{stress.name} seed {seed}: {len(found)} numbers in {time.monotonic() - at:.0f} s", flush=True)
+            with taken(store, part) as mine:
+                if not mine or part.measured(read(store)):
+                    continue
+                at, said = time.monotonic(), io.StringIO()
+                try:
+                    with contextlib.redirect_stdout(said):  # a line a model
+                        found = list(part.measure())
+                except Exception:
+                    failed += 1
+                    print(f"{part}: ended in an error; the others go on\n{traceback.format_exc()}")
+                    continue
+                append(store, [Point(part.stress.name, part.seed, one, device_name(), version) for one in found])
+                print(f"{part}: {len(found)} numbers in {time.monotonic() - at:.0f} s", flush=True)
     return failed
 
 

@@ -1,18 +1,54 @@
-"""The suite's numbers as a CSV file: a row a number, appended a stress and seed at a time.
+"""The suite's numbers as a CSV file: a row a number, appended a Part at a time.
 
-Several processes may append to one file. What a stress and seed have in the file is not measured again.
+Several processes may share one file: a part that one of them measures, or that the file has, is left to it.
 """
 
+import contextlib
 import csv
 import fcntl
 import io
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ...errors import UserError
-from .suite import Found, Point
+from .suite import Found, Point, Stress
 
 COLUMNS = ["stress", "seed", *Found._fields, "device", "commit"]
+
+
+class Part(NamedTuple):
+    """What is measured and appended as a whole: a stress and seed; of a stress with cases, one of them ("": all)."""
+
+    stress: Stress
+    seed: int
+    case: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.stress.name} seed {self.seed}{f', {self.case}' if self.case else ''}"
+
+    def measured(self, points: Iterable[Point]) -> bool:
+        """Whether the numbers of a store have it."""
+        mine = (point for point in points if (point.stress, point.seed) == (self.stress.name, self.seed))
+        return any(self.case in ("", point.found.case) for point in mine)
+
+    def measure(self) -> Iterator[Found]:
+        """Its numbers."""
+        return self.stress.measure(self.seed, *filter(None, [self.case]))
+
+
+@contextlib.contextmanager
+def taken(path: Path, part: Part) -> Iterator[bool]:
+    """Whether no other process has this part, which is this process's inside; a process that dies gives it back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("a") as file:  # a byte of it a part
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(str(part).encode()))
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def read(path: Path) -> list[Point]:

@@ -57,9 +57,10 @@ class Stress:
         plant: sentences: what is planted, and what is measured.
         limits: {case: the largest judged value of a robust arm}; a case without a limit is shown and not judged.
         unit: of judged values.
-        measure: (seed) -> the numbers of all arms.
+        measure: (seed) -> the numbers of all arms; of a stress with `cases`: (seed, case).
         draw: (points of this stress) -> its picture.
         more: (points of this stress) -> what else the page says of it.
+        cases: those that are measured and stored one by one, because each trains its own networks.
     """
 
     name: str
@@ -67,9 +68,10 @@ class Stress:
     plant: str
     limits: dict[str, float]
     unit: str
-    measure: Callable[[int], Iterator[Found]]
+    measure: Callable[..., Iterator[Found]]
     draw: Callable[[list[Point]], Picture]
     more: Callable[[list[Point]], list[Table]] = lambda points: []
+    cases: tuple[str, ...] = ()
 
 
 class Verdict(NamedTuple):
