@@ -60,7 +60,8 @@ MORE = {
 }
 
 
-L0 = read_plan(ROOT / "configs/lab/evidence_l0.yaml")
+PLANS = {name: read_plan(ROOT / f"configs/lab/{name}.yaml") for name in ("evidence_l0", "table6", "grad_scaling")}
+FASTER = [(name, arm) for name, plan in PLANS.items() for arm in plan.faster]
 
 
 def check(
@@ -92,11 +93,11 @@ def test_replayed_steps_are_the_steps_in_more_layouts(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", L0.faster)
-def test_what_makes_the_runs_of_a_plan_faster_changes_no_bit(arm):
-    """Of two ranks with one micro-batch ("by halves") and two."""
-    flags = f"{' '.join(L0.arms[arm])} --use-distributed-optimizer --cross-entropy-loss-fusion --attention-backend auto"
-    check(2, flags, asked=" ".join(L0.faster[arm]))
+@pytest.mark.parametrize("name, arm", FASTER)
+def test_what_makes_the_runs_of_a_plan_faster_changes_no_bit(name, arm):
+    """Of one rank, and of two with one micro-batch ("by halves") and two."""
+    plan, usual = PLANS[name], "--use-distributed-optimizer --cross-entropy-loss-fusion --attention-backend auto"
+    check(plan.processes, f"{' '.join(plan.arms[arm])} {usual}", asked=" ".join(plan.faster[arm]))
 
 
 @pytest.mark.slow

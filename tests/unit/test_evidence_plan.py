@@ -1,11 +1,11 @@
-"""configs/lab/evidence_l0.yaml: its arms differ in what they are compared for, and in nothing else."""
+"""Plans of configs/lab: their arms differ in what they are compared for, and in nothing else."""
 
 from launch import ROOT
 
 from megatron_fp8.flags.config import config_from_args
 from megatron_fp8.tools.lab.sweep.plan_file import read_plan
 
-PLAN = read_plan(ROOT / "configs/lab/evidence_l0.yaml")
+PLAN, TABLE6, SCALING = (read_plan(ROOT / f"configs/lab/{n}.yaml") for n in ("evidence_l0", "table6", "grad_scaling"))
 
 
 def arguments(parse, arm: str):
@@ -43,3 +43,36 @@ def test_the_arms_of_the_first_store_stay_first():
     """New arms come last, so that runs of the committed store keep their order."""
     assert list(PLAN.arms)[:4] == ["BF16", "BF16 by halves", "O1", "O3"]
     assert [run.seed for run in PLAN.runs() if run.arm == "TE FP8"] == list(PLAN.seeds)
+
+
+def test_table_6s_arms_are_the_papers(parse):
+    """FP8-LM's Table 6: GEMMs, master, moments; ours beside them stores as many bytes as #2a."""
+    cells = {}
+    for run in TABLE6.runs():
+        config = config_from_args(parse(*run.command[1:]))
+        cells[run.arm] = (config.gemm, config.master, config.exp_avg, config.exp_avg_sq)
+        assert config.grad_accum == ("fp32" if run.arm == "#1" else "fp8")
+        assert config.weight == ("bf16" if run.arm == "#1" else "fp8")
+    assert cells == {
+        "#1": ("bf16", "fp32", "fp32", "fp32"),
+        "#2a": ("fp8", "fp16", "fp8", "fp16"),
+        "#2b": ("fp8", "bf16", "fp8", "fp16"),
+        "#3": ("fp8", "fp8", "fp8", "fp16"),
+        "#4": ("fp8", "fp16", "fp8", "fp8"),
+        "O3": ("fp8", "remainder", "fp8", "fp16"),
+    }
+
+
+def test_gradients_are_scaled_as_an_arm_is_named(parse):
+    for run in SCALING.runs():
+        args = parse(*run.command[1:])
+        args.world_size = SCALING.processes
+        config = config_from_args(args)
+        assert (config.grad_accum, config.weight, config.master) == ("fp8", "fp8", "remainder")
+        assert config.grad_reduce == {"FP32": "fp32", "block": "block"}.get(run.arm, "shared")
+        assert run.arm in ("FP32", "block") or config.grad_scaling.mode == run.arm
+
+
+def test_every_arm_is_made_faster_alike():
+    for plan in (TABLE6, SCALING):
+        assert list(plan.faster) == list(plan.arms) and len(set(plan.faster.values())) == 1
