@@ -8,13 +8,14 @@ the reference's mean loss; a gap of accuracies is in points.
 """
 
 import csv
+import itertools
 import lzma
 import math
 import statistics
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,16 @@ POINTS = "points"  # the unit of gaps between accuracies
 L0 = ROOT / "configs/lab/evidence_l0.yaml"
 TE_ARM = "TE FP8"  # one of its arms
 LAST = 100  # steps whose training loss is averaged
+PAPER = {  # FP8-LM's Table 6 and Figure 7: {(arm, compared with): what they say of the arm}
+    ("#2a", "#1"): "equal",
+    ("#2b", "#2a"): "worse",
+    ("#3", "#2a"): "worse",
+    ("#4", "#2a"): "diverges",
+    ("O3", "#1"): "-",
+    ("O3", "#2a"): "-",
+}
+SAID = {"equal": "{} equals {}", "worse": "{} is worse than {}", "diverges": "{} diverges"}
+SCALINGS = (("block", "FP32"), ("auto", "FP32"), ("pre", "auto"), ("post", "auto"))
 INTRODUCTION = f"""\
 # Evidence on accuracy
 
@@ -126,11 +137,15 @@ def gaps(rows: Sequence[Gap]) -> str:
 
 
 def in_short(
-    sent: Sequence[Gap], real: Sequence[Gap], tuned: Mapping[str, Sequence[Gap]], others: Sequence[Gap]
+    sent: Sequence[Gap],
+    real: Sequence[Gap],
+    tuned: Mapping[str, Sequence[Gap]],
+    others: Sequence[Gap],
+    claims: Sequence[str] = (),
 ) -> str:
     """The page's first answers: the rows that README and levels.md speak of, and all tests of losses together.
 
-    tuned: {task: gaps}, of post-training; others: gaps of losses.
+    tuned: {task: gaps}, of post-training; others: gaps of losses; claims: sentences on FP8-LM's.
     """
     of = {(gap.arm, gap.reference): gap for gap in real}
     te, bf16 = of["O3", "TE's FP8"], of["O3", "BF16, TE's layers"]
@@ -152,7 +167,9 @@ def in_short(
             + "; ".join(f"{gap.arm}: {gap.said().partition(';')[0]}" for gap in some if "FP16" not in gap.arm) + "."
             for task, some in tuned.items()
         ),
-        f"All {len(tests)} rows of losses with {FEW} seeds or more: {sum(p < 0.05 for p in equal)} are shown to be "
+        *claims,
+        f"All {len(tests)} rows of losses with {FEW} seeds or more{", FP8-LM's arms aside" * bool(claims)}: "
+        f"{sum(p < 0.05 for p in equal)} are shown to be "
         f"within {BOUND:g} %, {sum(p < strict for p in equal)} after Bonferroni's correction for so many tests. In "
         f"{sum(p < 0.05 for p in told)} the interval leaves out 0, in {sum(p < strict for p in told)} "
         "after correction.",
@@ -212,10 +229,15 @@ def tuned(stage: str, column: str) -> list[Gap]:
 # ---- stores
 
 
+def packed(name: str) -> Path:
+    """The file of a committed store."""
+    return RESULTS / f"lab/{name}.sqlite.xz"
+
+
 def opened(name: str, folder: str) -> Results:
     """The judged runs of a committed store."""
     path = Path(folder) / f"{name}.sqlite"
-    path.write_bytes(lzma.decompress((RESULTS / f"lab/{name}.sqlite.xz").read_bytes()))
+    path.write_bytes(lzma.decompress(packed(name).read_bytes()))
     store = Store(str(path))
     try:
         return Results(store)
@@ -272,6 +294,109 @@ def of_l0(results: Results, loss) -> Iterator[Gap]:
                 theirs[seed] = statistics.mean(map(loss, found))
         if ours or TE_ARM not in (arm, reference):
             yield Gap(arm, reference, ours, theirs)
+
+
+class Beside(NamedTuple):
+    """An arm beside another at a rate: the gap of the pairs in which neither diverged, and how many of the arm's runs
+    did, of how many pairs."""
+
+    rate: float
+    gap: Gap
+    fallen: int
+    pairs: int
+
+    def verdict(self, says: str) -> str:
+        """Whether the runs reproduce what the paper says; the page has the rule."""
+        if self.pairs < FEW:
+            return "too few seeds"
+        found, (least, most) = paired(self.gap.differences()), wilson(self.fallen, self.pairs)
+        falls, few = least > 0.5, found.n < FEW
+        low, high = (math.nan, math.nan) if few else t_interval(found)
+        within = not few and equivalence(found, BOUND) <= 0.05
+        shown, refuted = {
+            "equal": (within and not self.fallen, falls or low > BOUND or high < -BOUND),
+            "worse": (falls or low > 0, within or high < 0),
+            "diverges": (falls, most < 0.5),
+        }[says]
+        return "reproduced" if shown else "not" if refuted else "cannot tell"
+
+    def row(self, says: str) -> list[str]:
+        """The cells of the page's table."""
+        arm, reference, seeds, gap, interval, seen, within, _ = self.gap.row()
+        word = f"within {BOUND:g} %: {within}" if says == "-" else self.verdict(says)
+        fallen = f"{self.fallen} of {self.pairs}"
+        return [f"{self.rate:g}", arm, reference, says, seeds, gap, interval, seen, fallen, word]
+
+
+def of_pairs(results: Results, pairs: Iterable[tuple[str, str]]) -> Iterator[Beside]:
+    """Held-out losses of pairs of arms, at each rate, the largest first. A seed counts if one commit made both runs."""
+    runs = {(cell.rate, cell.arm, run.row.seed): run for cell, some in results.cells() for run in some}
+    for rate, (arm, reference) in itertools.product(sorted(results.rates, reverse=True), pairs):
+        seeds = sorted(seed for its, name, seed in runs if (its, name) == (rate, arm))
+        both = [(runs[rate, arm, seed], runs.get((rate, reference, seed))) for seed in seeds]
+        made = [(one, other) for one, other in both if other and one.row.code == other.row.code]
+        well = [pair for pair in made if pair[0].divergence is None and pair[1].divergence is None]
+        ours, theirs = ({pair[i].row.seed: pair[i].validation_loss for pair in well} for i in (0, 1))
+        fallen = sum(one.divergence is not None for one, _ in made)
+        if made:
+            yield Beside(rate, Gap(arm, reference, ours, theirs), fallen, len(made))
+
+
+def fp8_lm(folder: str) -> tuple[dict[str, tuple[str, ...]], list[Gap], list[str]]:
+    """What the stores of FP8-LM's ablations say, if there are any.
+
+    Returns sections, gaps of our levels' losses, and sentences on the paper's claims.
+    """
+    sections: dict[str, tuple[str, ...]] = {}
+    ours: list[Gap] = []
+    claims: list[str] = []
+    if packed("table6").exists() and (found := list(of_pairs(states := opened("table6", folder), PAPER))):
+        sections["FP8-LM's Table 6 and Figure 7, GPT-125M"] = of_states(states, found)
+        ours += [b.gap._replace(arm=f"O3, rate {b.rate:g}") for b in found if b.gap[:2] == ("O3", "#1")]
+        for rate, some in itertools.groupby(found, lambda beside: beside.rate):
+            judged = [(b, says) for b in some if (says := PAPER[b.gap[:2]]) in SAID]
+            words = "; ".join(f"{SAID[says].format(*b.gap)}: {b.verdict(says)}" for b, says in judged)
+            claims += [f"FP8-LM's Table 6, GPT-125M, rate {rate:g}: {words}."] * bool(words)
+    if packed("grad_scaling").exists() and (found := list(of_pairs(sent := opened("grad_scaling", folder), SCALINGS))):
+        sections["FP8-LM's scaling of gradients, GPT-125M, two ranks"] = of_scalings(sent, found)
+        ours += [b.gap for b in found if b.gap.arm == "block"]
+    return sections, ours, claims
+
+
+def so_far(results: Results) -> str:
+    """How many runs of a store are done, and what they saw."""
+    name, done = results.name, sum(len(runs) for _, runs in results.cells())
+    return (
+        f"{done} of {len(results.rows)} runs of [configs/lab/{name}.yaml](../configs/lab/{name}.yaml), which says what "
+        f"the arms are, [the store](../benchmarks/results/lab/{name}.sqlite.xz). A run sees 6.6 of 43 million tokens "
+        f"of English manuals. Held-out loss after {results.steps} steps, of 0.26 million tokens, nats a token."
+    )
+
+
+def of_states(results: Results, found: Sequence[Beside]) -> tuple[str, ...]:
+    """FP8-LM's claims on masters and moments, with our verdicts."""
+    heads = "rate", "arm", "compared with", "paper", "seeds", "gap", "interval", "seen", "diverged", "verdict"
+    return (
+        f"{so_far(results)} One GPU a run: nothing is sent. The paper trains for much longer. #0, FP32 throughout, was "
+        "not run. The second moment of #4 is not the paper's: we store its root, in blocks.",
+        '"Paper" is what FP8-LM says of the arm beside the other. The verdict is "reproduced" if the runs show it: '
+        f"equal, if the gap is within -+{BOUND:g} % (TOST) and no run diverged; diverges, if the 95 % interval of the "
+        "share of runs that diverged (Wilson's; a run without a loss at its end, or far above its best) lies above a "
+        'half; worse, if it does, or the gap\'s interval lies above 0. The verdict is "not" if the runs show the '
+        f"contrary: of equal, the gap's interval lies outside -+{BOUND:g} %; of worse, the gap is within "
+        f"-+{BOUND:g} %, or its interval lies below 0; of diverges, the share's interval lies below a half. Otherwise "
+        "they cannot tell. A run that diverged has no gap.",
+        table(heads, [beside.row(PAPER[beside.gap[:2]]) for beside in found]),
+    )
+
+
+def of_scalings(results: Results, found: Sequence[Beside]) -> tuple[str, ...]:
+    """Losses by the way in which gradients are scaled for the wire."""
+    return (
+        f'{so_far(results)} "block" is what O1 to O3 send; "auto", "pre" and "post" are the paper\'s. It compares '
+        f"errors, not losses; [gradients.md](gradients.md) does too. {sum(b.fallen for b in found)} runs diverged.",
+        gaps([beside.gap for beside in found]),
+    )
 
 
 def spread(results: Results) -> str:
@@ -375,6 +500,7 @@ def page() -> str:
         of_levels = list(of_store(levels, lambda run: run.validation_loss))
         by_rate = [gap._replace(arm=f"{gap.arm}, rate {rate:g}") for rate, gap in of_levels]
         falls_in_ramp, falls_in_lottery = falls(ramp, ("FP32", "BF16")), falls(lottery, ("FP32",))
+        of_paper, of_ours, claims = fp8_lm(folder)
     real, states, stored, sums = (list(of()) for of in (real_text, table6, storage, tensor_sums))
     sft, dpo, judged = tuned("sft", "heldout_loss"), tuned("dpo", "accuracy"), tuned("judged", "accuracy")
     of_smollm2 = {"SFT of SmolLM2-135M": sft, "DPO of SmolLM2-135M": dpo}
@@ -386,7 +512,7 @@ def page() -> str:
     )
     with_te *= any(TE_ARM in (gap.arm, gap.reference) for gap in trained)
     sections = {
-        "In short": (in_short(sent, real, of_smollm2, [*by_rate, *rest, *states, *stored, *sums]),),
+        "In short": (in_short(sent, real, of_smollm2, [*by_rate, *rest, *states, *stored, *sums, *of_ours], claims),),
         "FP8 gradients sent over two ranks, GPT-125M, a real vocabulary": (
             f"{done} of {planned} runs of configs/lab/evidence_l0.yaml are done"
             + ("." if done == planned else "; the others wait.")
@@ -448,6 +574,7 @@ def page() -> str:
             "nats a byte.",
             gaps(states),
         ),
+        **of_paper,
         "Gradients of 128 micro-batches, 13 M parameters": (
             "[grad_storage.csv](../benchmarks/results/grad_storage.csv): training loss of the last 20 steps that all "
             "have, nats a byte.",

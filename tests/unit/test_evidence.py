@@ -184,6 +184,85 @@ def test_the_committed_runs_tell_their_seeds(tmp_path):
         assert make_evidence_doc.same_batches(one, other) == (one.row.seed == other.row.seed)
 
 
+def beside(gap: float, spread: float, fallen: int, pairs: int = 8) -> make_evidence_doc.Beside:
+    """Pairs of which `fallen` have no gap."""
+    noise = np.random.default_rng().normal(0, 1, pairs)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+    ours = {seed: 100 + gap + spread * noise[seed] for seed in range(pairs - fallen)}
+    return make_evidence_doc.Beside(6e-4, Gap("#3", "#2a", ours, dict.fromkeys(ours, 100.0)), fallen, pairs)
+
+
+@pytest.mark.parametrize(
+    "says, found, word",
+    [
+        ("equal", beside(0.1, 0.2, 0), "reproduced"),
+        ("equal", beside(0.1, 0.2, 1), "cannot tell"),
+        ("equal", beside(1.0, 0.2, 0), "not"),
+        ("equal", beside(0.4, 1.0, 0), "cannot tell"),
+        ("equal", beside(0.0, 0.1, 7), "not"),
+        ("worse", beside(0.2, 0.1, 0), "reproduced"),
+        ("worse", beside(0.0, 0.2, 0), "not"),
+        ("worse", beside(-1.0, 0.2, 0), "not"),
+        ("worse", beside(0.3, 1.0, 0), "cannot tell"),
+        ("worse", beside(0.3, 1.0, 8), "reproduced"),
+        ("diverges", beside(9.0, 0.1, 0), "not"),
+        ("diverges", beside(9.0, 0.1, 4), "cannot tell"),
+        ("diverges", beside(0.0, 0.1, 8), "reproduced"),
+        ("diverges", beside(0.0, 0.1, 0, 4), "not"),
+        ("diverges", beside(0.0, 0.1, 3, 3), "too few seeds"),
+        ("worse", beside(9.0, 0.001, 0, 3), "too few seeds"),
+        ("worse", beside(9.0, 0.001, 2, 4), "cannot tell"),  # two gaps decide nothing
+    ],
+)
+def test_a_claim_is_reproduced_refuted_or_open(says, found, word):
+    assert found.verdict(says) == word and found.row(says)[-1] == word
+    assert found.row("-")[-1] == f"within 0.5 %: {found.gap.row()[6]}"
+
+
+def test_claims_are_told_as_soon_as_there_are_runs(monkeypatch, tmp_path):
+    """Without a store, or runs, there is no section. A seed of two commits does not count, nor one without its pair."""
+    monkeypatch.setattr(make_evidence_doc, "RESULTS", tmp_path)
+    assert make_evidence_doc.fp8_lm(str(tmp_path)) == ({}, [], [])
+    (tmp_path / "lab").mkdir()
+    for name in ("table6", "grad_scaling"):
+        make_evidence_doc.packed(name).touch()
+
+    def one(seed, loss, code="a", diverged=None):
+        return SimpleNamespace(row=SimpleNamespace(seed=seed, code=code), validation_loss=loss, divergence=diverged)
+
+    def results(name, folder):
+        of = {} if not runs else runs if name == "table6" else {(6e-4, arm): [one(1, 5.0)] for arm in ("block", "FP32")}
+        cells = [(SimpleNamespace(rate=rate, arm=arm), some) for (rate, arm), some in of.items()]
+        rates = sorted({rate for rate, _ in of})
+        return SimpleNamespace(name=name, rows=[None] * 96, rates=rates, steps=400, cells=lambda: cells)
+
+    monkeypatch.setattr(make_evidence_doc, "opened", results)
+    runs = {}
+    assert make_evidence_doc.fp8_lm("") == ({}, [], [])
+    seeds = range(1, 7)
+    runs = {
+        (6e-5, "#1"): [one(1, 6.0)],
+        (6e-5, "O3"): [one(1, 6.6)],
+        (6e-4, "#1"): [one(seed, 4.0 + seed / 10) for seed in seeds],
+        (6e-4, "#2a"): [one(seed, 4.0 + seed / 10 + seed % 2 / 1000, "b" if seed == 6 else "a") for seed in seeds],
+        (6e-4, "#3"): [one(seed, 4.2 + seed / 10, diverged="fell" if seed == 5 else None) for seed in range(2, 9)],
+    }
+    sections, ours, told = make_evidence_doc.fp8_lm("")
+    states, scalings = sections.values()
+    assert states[0].startswith("21 of 96 runs of [configs/lab/table6.yaml]") and "after 400 steps" in states[0]
+    (row,) = re.findall(r"^\| 0\.0006 \| #2a +\| #1 .*$", states[-1], re.M)
+    assert row.split(" | ")[3:5] == ["equal", "5"] and row.endswith(" | 0 of 5 | reproduced |")
+    (row,) = re.findall(r"^\| 0\.0006 \| #3 +\| #2a .*$", states[-1], re.M)
+    assert row.split(" | ")[3:5] == ["worse", "3"] and row.endswith(" | 1 of 4 | cannot tell |")
+    (row,) = re.findall(r"^\| 6e-05 .*$", states[-1], re.M)
+    assert "| O3 | #1 | - | 1 | +10.00 % |" in row and states[-1].index("0.0006") < states[-1].index("6e-05")
+    assert told == [
+        "FP8-LM's Table 6, GPT-125M, rate 0.0006: #2a equals #1: reproduced; #3 is worse than #2a: cannot tell."
+    ]
+    assert [(gap.arm, gap.reference) for gap in ours] == [("O3, rate 6e-05", "#1"), ("block", "FP32")]
+    assert "| block | FP32 | 1 | +0.00 % |" in scalings[-1] and "0 runs diverged" in scalings[0]
+
+
 @pytest.mark.parametrize("n, spread, word", [(8, 0.1, "yes"), (8, 4.0, "not shown"), (3, 0.001, "too few seeds")])
 def test_verdicts(n, spread, word):
     noise = np.random.default_rng().normal(0, 1, n)
