@@ -19,6 +19,7 @@ _LOOK_UP = {
     "load_checkpoint": os.path.join("megatron", "training", "checkpointing.py"),
     "load_state_dict": os.path.join("megatron", "core", "optimizer", "optimizer.py"),
 }
+_PARTS = {"optimizer", "opt_param_scheduler", "state", "param_groups", "fp32_from_fp16", "optimizer_state_dict"}
 
 
 @contextlib.contextmanager
@@ -93,9 +94,15 @@ def is_misfit(error: BaseException) -> bool:
 
 
 def _lacks_part(error: BaseException) -> bool:
-    """Whether Megatron missed a part in the loaded dict, such as "optimizer": the checkpoint was saved without it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, KeyError) and last.filename.endswith(_LOOK_UP.get(last.name, "none"))
+    """Whether Megatron missed a part in the loaded dict, such as "optimizer": the checkpoint was saved without it.
+
+    Another name, or one that the dict has, was looked up elsewhere: that is no mistake of the user's.
+    """
+    if not isinstance(error, KeyError) or not _PARTS.intersection(error.args):
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    looks_up = frame.f_code.co_filename.endswith(_LOOK_UP.get(frame.f_code.co_name, "none"))
+    return looks_up and error.args[0] not in frame.f_locals["state_dict"]
 
 
 def said_by(error: BaseException) -> str:

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.optimizer import optimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.training import checkpointing
 from small_checkpoints import STOCKS, TRACKER, load, one_rank, save, unsealed
 from test_seal import line_of
 
@@ -80,6 +82,26 @@ def test_masters_that_were_not_saved():
     )
     with pytest.raises(KeyError), one_line("there", "it does not fit", is_misfit):
         {}["fp32_from_fp16"]
+
+
+@pytest.mark.parametrize(
+    ("function", "looks_up", "has"),
+    [
+        ("load_state_dict", "{}['param_groups']", {"param_groups": []}),
+        ("load_state_dict", "{}['decay']", {}),
+        ("load_state_dict", "{}[3]", {}),
+        ("load_state_dict", "raise_key_error()", {}),
+        ("load_checkpoint", "{}['optimizer']", {"optimizer": {}}),
+        ("load_checkpoint", "state_dict['model']", {}),
+    ],
+)
+def test_what_is_looked_up_elsewhere_is_no_missing_part(function, looks_up, has):
+    """In Megatron's own functions: a dict of the optimizer, or a name that is no part of a checkpoint."""
+    file = optimizer.__file__ if function == "load_state_dict" else checkpointing.__file__
+    names = {"raise_key_error": lambda: {}.pop("param_groups")}
+    exec(compile(f"def {function}(state_dict):\n {looks_up}", file, "exec"), names)
+    with pytest.raises(KeyError), one_line("there", "it does not fit", is_misfit):
+        names[function](has)
 
 
 @pytest.mark.parametrize("code", [1, 2, "a word"])
