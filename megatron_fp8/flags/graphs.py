@@ -24,6 +24,7 @@ WAITS = 0.5
 # With these flags the host does something in a step that a replay would leave out.
 INSIDE = {
     "--fp8-emulate": "the noise of its rounding, and its formats, depend on the step",
+    "--expert-model-parallel-size": "the host counts the tokens that go to experts of other ranks",
     "--num-experts": "the host counts the tokens of each expert; docs/experts.md says when it need not",
     "--sft --dataloader-inter-document-masking": "the host reads the lengths of documents",
     "--save-activations-interval --save-dgrads-interval": "the host writes files",
@@ -41,6 +42,7 @@ _ONLY_IF = {  # these flags prevent a graph only under a condition
     "--attention-dropout": lambda args: "core_attn" in _recomputed(args),
     "--hidden-dropout": lambda args: bool({"mlp", "moe"} & set(_recomputed(args))),
     "--moe-input-jitter-eps": lambda args: "moe" in _recomputed(args),
+    "--expert-model-parallel-size": lambda args: bool(args.num_experts) and args.expert_model_parallel_size > 1,
     "--num-experts": lambda args: not counts_stay(args),
 }
 
