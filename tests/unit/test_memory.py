@@ -17,6 +17,7 @@ from megatron_fp8.engine.bucket import Bucket
 from megatron_fp8.engine.grad_store import grad_store
 from megatron_fp8.engine.owned_weight import OwnedWeight
 from megatron_fp8.engine.partition import place
+from megatron_fp8.errors import UserError
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.blocks import SHARD_UNIT
 from megatron_fp8.numerics.formats import E4M3
@@ -530,8 +531,29 @@ OTHER_BYTES = (  # flags that change the bytes of weights, gradients or states
     "--optimizer-cpu-offload",
     "--num-distributed-optimizer-instances 2",
     "--first-last-layers-bf16",
-    "--fp8-param-gather",
 )
+
+
+def test_transformer_engines_fp8_weights_are_said_beside_o0(capsys):
+    """With and without --fp8-param-gather: the difference that `estimate` counts in its column, in words."""
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+
+    def lines(flags: str) -> list[str]:
+        assert memory.run(parser.parse_args(flags.split())) == 0
+        return capsys.readouterr().out.splitlines()
+
+    job = f"--gpus 16 -- {JOB}"
+    of_te, gathered = (lines(f"{job} --fp8-format hybrid {more}") for more in ("", "--fp8-param-gather"))
+    plain = lines(job)
+    assert of_te[: len(plain)] == gathered[: len(plain)] == plain
+    assert of_te[len(plain) :] == [
+        "", "O0 is stock BF16: Transformer Engine's FP8 holds 2 bytes more for each weight of the linears"
+    ]  # fmt: skip
+    assert gathered[-1] == "O0: with --fp8-param-gather E4M3 weights and their transposes take BF16's 2 bytes"
+    assert lines(f"--fp8-level O3 {job} --fp8-format hybrid --fp8-param-gather") == lines(f"--fp8-level O3 {job}")
+    with pytest.raises(UserError, match="--fp8-param-gather: remove it, or use --fp8-level O3"):
+        lines(f"{job} --fp8-level O1 --fp8-param-gather")
 
 
 def test_flags_that_change_only_time_pass(capsys):

@@ -64,7 +64,7 @@ class Flags:
         args: what Megatron's parser returns, with the level's flags; not validated.
         level: --fp8-level, or None if it is missing or O0.
         gpus: the job's GPUs, if the launcher is given and says how many.
-        fp8_param_gather: whether Transformer Engine keeps and gathers FP8 weights; `args` of a level never say so.
+        fp8_param_gather: whether Transformer Engine keeps and gathers FP8 weights; `args` never say so.
         left_out: flags that the level switches off, and that no other column has.
     """
 
@@ -114,6 +114,7 @@ def parse(words: Sequence[str]) -> Flags:
     level, gathers = LEVEL.given(args), bool(args.fp8_param_gather)
     level = None if level is None or is_stock(level) else level
     left_out = tuple(_switched_off(args)) if level else ()
+    args.fp8_param_gather = False
     gpus = None if command.gpus == 1 else command.gpus  # 1: no launcher, or it gives no number
     return Flags(args, level, gpus, gathers, left_out)
 
@@ -145,7 +146,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
     """
     from ...flags import graphs
 
-    args = Namespace(**{**vars(flags.args), "fp8_param_gather": False, **changes})
+    args = Namespace(**{**vars(flags.args), **changes})
     if isinstance(system, str) or system is None:
         system = chosen(system or flags.level or ("te" if args.fp8 else "bf16"))
     if system is SYSTEMS["te"] and flags.fp8_param_gather:

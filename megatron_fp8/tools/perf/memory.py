@@ -246,9 +246,9 @@ def run(args: Namespace) -> int:
     given = {field.name: value for field in fields(Job) if (value := getattr(args, field.name)) is not None}
     overrides = {c.name: value for c in _CELLS if (value := getattr(args, c.dest)) is not None}
     asked: Sequence[str] = args.fp8_level or LEVELS
-    auto = _UNKNOWN
+    auto, of_stock = _UNKNOWN, ""
     if args.flags:
-        job, of_job, level, auto = _behind_dashes(args, given)
+        job, of_job, level, auto, of_stock = _behind_dashes(args, given)
         overrides = of_job | overrides
         asked = args.fp8_level or ([level] if level else LEVELS)
     else:
@@ -267,6 +267,8 @@ def run(args: Namespace) -> int:
     show("\n".join(table(job, levels)), args.format)
     if not decided and not all_stock and not job.frozen_base:
         print(f"\n{said}")
+    if of_stock and any(map(is_stock, asked)):
+        print(f"\n{of_stock}")
     return 0
 
 
@@ -319,8 +321,9 @@ def _job(args: Namespace, given: dict[str, Any]) -> Job:
 
 def _behind_dashes(
     args: Namespace, given: dict[str, Any]
-) -> tuple[Job, dict[str, str], str | None, tuple[str, str]]:
-    """(Job, {cell: value}, level or None, `_auto`) from the flags behind --; the flags `given` before -- override."""
+) -> tuple[Job, dict[str, str], str | None, tuple[str, str], str]:
+    """(Job, {cell: value}, level or None, `_auto`, a line about O0 or "") from the flags behind --; the flags `given`
+    before -- override."""
     if args.model is not None:
         raise UserError(f"--model {args.model}: the flags behind -- give a model too; remove one of the two")
     flags = job_flags.parse(args.flags)
@@ -332,7 +335,12 @@ def _behind_dashes(
     known = {cell.name for cell in _CELLS}
     of_job = {name: value for name, value in job_flags.cells_given(flags.args).items() if name in known}
     job = replace(job_flags.job(flags.args, data), **given)
-    return job, of_job, flags.level, _auto(flags.args, job)
+    of_stock = ""
+    if flags.level is None and flags.fp8_param_gather:
+        of_stock = "O0: with --fp8-param-gather E4M3 weights and their transposes take BF16's 2 bytes"
+    elif flags.level is None and flags.args.fp8:
+        of_stock = "O0 is stock BF16: Transformer Engine's FP8 holds 2 bytes more for each weight of the linears"
+    return job, of_job, flags.level, _auto(flags.args, job), of_stock
 
 
 def _auto(args: Namespace, job: Job) -> tuple[str, str]:
