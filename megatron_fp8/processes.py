@@ -8,6 +8,7 @@ import contextlib
 import functools
 import multiprocessing.process
 import os
+import re
 import select
 import shutil
 import signal
@@ -25,6 +26,7 @@ LAUNCHER = sys.executable, "-m", "megatron_fp8.loopback", "--nproc-per-node", "{
 _PATIENCE = 10  # seconds that a terminated run has to end by itself
 _WAIT = 0.5  # seconds to wait for output; a signal is noticed after so long
 _TAIL = 25  # lines of output to show of a run that failed
+_REPORTED = re.compile(r"^  exitcode  : (-?\d+) \(pid: ", re.MULTILINE)
 _MOST = 1 << 20  # bytes read at once; more than a pipe holds, so that one read gets all that an ended run left
 
 
@@ -194,6 +196,11 @@ class TorchRun:
         Call it before `lines`: if the run has ended, `lines` then returns the rest of its output.
         """
         return self._process.poll()
+
+    def first_code(self) -> int | None:
+        """`poll` of the process that failed first, if torchrun's report at the end of the output says which."""
+        found = _REPORTED.findall("\n".join(self._tail))  # the root cause is the report's last
+        return int(found[-1]) if found and self.poll() else self.poll()
 
     def wait(self) -> None:
         """Wait up to half a second for output, or for the run's end."""

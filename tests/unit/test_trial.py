@@ -10,6 +10,7 @@ from commands import O1, error_of
 from lab_runs import ROOT, TRAINING, gone, wait_for
 
 from megatron_fp8 import processes
+from megatron_fp8.errors import UserError
 from megatron_fp8.tools.lab.trial.run import (
     TRACKER,
     WRITING,
@@ -179,7 +180,7 @@ def test_a_run_that_fails_says_why(run, tmp_path, monkeypatch, capsys):
 
 def test_a_mistake_in_the_command_is_said_as_the_run_says_it(run, tmp_path, capsys):
     said = "megatron_fp8: --load there: no checkpoint; give another folder"
-    (tmp_path / "train.py").write_text(f"import sys; print('much', 'else', sep='\\n'); sys.exit('{said}')")
+    (tmp_path / "train.py").write_text(f"import sys; print('much', 'else', '{said}', sep='\\n'); sys.exit(2)")
     with pytest.raises(Refused, match=r"^--load there: no checkpoint; give another folder$"):
         run("--train-iters 1")
     assert capsys.readouterr().err == ""
@@ -189,10 +190,28 @@ def test_all_mistakes_that_a_run_names_are_said(run, tmp_path):
     """Each once, though two ranks say them. Only the first one used to be."""
     said = ["--mtp-num-layers 1: remove it", "--fp16: use --bf16"]
     lines = [f"megatron_fp8: {line}" for line in said * 2]
-    (tmp_path / "train.py").write_text(f"import sys; sys.exit({chr(10).join(lines)!r})")
+    (tmp_path / "train.py").write_text(f"import sys; print({chr(10).join(lines)!r}); sys.exit(2)")
     with pytest.raises(Refused) as refused:
         run("--train-iters 1")
     assert refused.value.args == (*said,)
+
+
+def test_a_line_of_ours_is_no_mistake_if_something_else_ended_the_run(run, tmp_path):
+    (tmp_path / "train.py").write_text("print('megatron_fp8: built the GEMMs', flush=True)\n1 / 0")
+    with pytest.raises(UserError, match="failed with exit code 1, at step 0: ZeroDivisionError") as error:
+        run("")
+    assert type(error.value) is UserError
+
+
+def test_a_mistake_is_known_by_the_rank_that_ended_first(tmp_path, capsys):
+    """torchrun's own exit code is 1, and the other rank is ended by a signal."""
+    (tmp_path / "train.py").write_text(
+        "import os, sys, time\nif os.environ['RANK'] == '1': time.sleep(60)\n"
+        "print('megatron_fp8: --lr x: no number', flush=True)\nsys.exit(2)"
+    )
+    with pytest.raises(Refused, match=r"^--lr x: no number$"):
+        curves([str(tmp_path / "train.py")], 2, tmp_path / "run")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_ends_for_a_nan_has_curves(run):

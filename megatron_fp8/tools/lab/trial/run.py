@@ -183,7 +183,8 @@ def curves(
         if code != 0 and not training.not_finite:
             reason = f"took more than --timeout {timeout:g} s" if code is None else f"failed with exit code {code}"
             lines = training.end().splitlines()
-            if refused := [line.partition(_OURS)[2] for line in lines if _OURS in line]:
+            refused = [line.partition(_OURS)[2] for line in lines if _OURS in line]
+            if refused and training.first_code() == 2:  # the code of one_line_errors: the lines say why it ended
                 raise Refused(*dict.fromkeys(refused))
             print(*lines, sep="\n", file=sys.stderr, flush=True)
             raise UserError(f"the run in {folder} {reason}, at step {training.last}: {(lines or ['no output'])[-1]}")
