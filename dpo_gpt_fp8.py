@@ -91,6 +91,20 @@ class Reference:
         return run
 
 
+def remember(model: int | None, given: str) -> None:
+    """Keep the `digest` of the reference in Megatron's arguments, which checkpoints have.
+
+    model: None if it is not known. given: the flag that gave the reference. Raises UserError if the run goes on from
+    one that had another reference.
+    """
+    args = get_args()
+    before = getattr(args, "dpo_reference_model", None)
+    if model is not None and before not in (None, model):
+        raise UserError(f"{given}: another reference than the run in --load {args.load} has; give the one that it "
+                        "began with, or begin a new run")  # fmt: skip
+    args.dpo_reference_model = before if model is None else model
+
+
 class ModelOfItsOwn(Reference):
     """The reference is built at the first pass, beside the policy; or is the policy with its adapters off.
 
@@ -116,6 +130,8 @@ class ModelOfItsOwn(Reference):
             make_reference(self._chunks, policy)
             if get_args().iteration > 0:  # the run is resumed: the policy has changed
                 self._load()
+            given = f"--pretrained-checkpoint {get_args().pretrained_checkpoint}"
+            remember(of_last_stage(self._chunks[-1]), given)
             print_rank_0("[fp8] the reference is on the device")
         return self._chunks
 
@@ -143,11 +159,14 @@ class FromFile(Reference):
         self._scores, self._compared = scores, False
 
     def _say(self, stock, policy, batches, sizes):
-        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
-            return []
-        if not self._compared and get_args().iteration == 0:  # in a resumed run the policy has changed
-            self._scores.check_model(digest(policy[-1]))
+        last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+        if not self._compared:
+            remember(self._scores.model, f"{READ} {get_args().dpo_reference_scores}")
+            if last and get_args().iteration == 0:  # in a resumed run the policy has changed
+                self._scores.check_model(digest(policy[-1]))
         self._compared = True
+        if not last:
+            return []
         found = None
         if batches[-1] is not None:
             found = [np.concatenate([self._scores[key] for key in batch["sample"].tolist()]) for batch in batches[-1]]
@@ -166,6 +185,14 @@ def digest(chunk) -> int:
     parts = (part.bfloat16().view(torch.int16).long().square().sum() for part in head[: max(real, 0)].split(1024))
     found = sum(parts, torch.zeros((), dtype=torch.int64, device=head.device))
     torch.distributed.all_reduce(found, group=mpu.get_tensor_model_parallel_group())
+    return int(found)
+
+
+def of_last_stage(chunk) -> int:
+    """`digest` on all pipeline stages."""
+    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    found = torch.tensor(digest(chunk) if last else 0, device=next(chunk.parameters()).device)
+    torch.distributed.all_reduce(found, group=mpu.get_pipeline_model_parallel_group())
     return int(found)
 
 

@@ -18,7 +18,8 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def changed(saved: Namespace, args: Namespace) -> Iterator[str]:
-    """A line for each part of the loss that a resumed run changes."""
+    """A line for each part of the loss that a resumed run changes. The number of its reference is carried over."""
+    args.dpo_reference_model = getattr(saved, "dpo_reference_model", None)
     for flag in ("--dpo-beta", "--dpo-label-smoothing", "--dpo-sft-weight"):
         name = flag[2:].replace("-", "_")
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)

@@ -61,7 +61,10 @@ def write(path: str, scores: Mapping[int, np.ndarray], data: Iterable[str], mode
 
 
 class ScoreFile:
-    """A file of scores, read. Raises UserError for a file of another form, or one without these data files' scores."""
+    """A file of scores, read. Raises UserError for a file of another form, or one without these data files' scores.
+
+    model: the number of the model that scored; None in a file of an older version.
+    """
 
     def __init__(self, path: str, data: Iterable[str]):
         self._path = path
@@ -69,7 +72,7 @@ class ScoreFile:
             with np.load(path, allow_pickle=False) as found:
                 about = json.loads(str(found["about"]))
                 keys, first, self._logp = found["sample"], found["first"], found["logp"]
-            version, scored, self._model = about["version"], about["data"], about.get("model")
+            version, scored, self.model = about["version"], about["data"], about.get("model")
         except FileNotFoundError:
             raise UserError(f"{READ} {path}: no such file; {SCORE} writes it") from None
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
@@ -87,7 +90,7 @@ class ScoreFile:
 
     def check_model(self, model: int) -> None:
         """Raise UserError if another model scored. A file of an older version does not say which one did."""
-        if self._model not in (None, model):
+        if self.model not in (None, model):
             raise UserError(
                 f"{READ} {self._path}: another model than this run begins with has scored; begin with that one, or "
                 f"score the data again with {SCORE}"

@@ -497,15 +497,45 @@ def test_data_of_another_form_are_one_line(lines, flags, words, tmp_path):
     assert f"--data-path {tmp_path}/pairs: " in line and words in line and "Traceback" not in line
 
 
+def test_a_resumed_run_with_another_reference_is_refused(pairs, scored, tmp_path):
+    """Of the same shape: other weights in a folder, or the scores of other weights. What else it changes is said."""
+    folders, once = {}, "--train-iters 1 --lr-decay-iters 10 --save-interval 1 --save".split()
+    for name, seed in (("began", "1"), ("other", "2")):
+        folders[name] = ["--pretrained-checkpoint", str(tmp_path / name)]
+        run_megatron(1, [*TINY_GPT, "--seed", seed, *once, str(tmp_path / name)])
+    keep = [*SAME_ROWS, "--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--save-interval", "1"]
+    train(pairs, "O3", *keep, *folders["began"], "--exit-interval", "1")
+    _, *of_other = scored("O3", *SAME_ROWS, *folders["other"])[-3:]
+    for given in folders["other"], of_other:
+        line = said_of(train, pairs, "O3", *keep, *given)
+        assert f"{' '.join(given)}: another reference than the run in --load {tmp_path}/run has" in line
+    run = train(pairs, "O3", *keep, *folders["began"], "--dpo-beta", "0.25")
+    assert any("the run that goes on had --dpo-beta 0.5, and now has 0.25" in line for line in run.lines)
+
+
 @slow
-def test_what_a_resumed_run_changes_is_said(pairs, tmp_path):
-    """Another beta; and a reference of another shape is refused."""
+@pytest.mark.parametrize(
+    ("layout", "other"),
+    [("", "--tensor-model-parallel-size 2"), ("--pipeline-model-parallel-size 2", "--use-distributed-optimizer")],
+)
+def test_the_reference_is_known_in_another_layout(layout, other, pairs, tmp_path):
+    """Also at another level, and on all ranks."""
+    began, save = str(tmp_path / "began"), str(tmp_path / "run")
+    run_megatron(1, [*TINY_GPT, *"--train-iters 1 --lr-decay-iters 10 --save-interval 1 --save".split(), began])
+    flags = ["--pretrained-checkpoint", began, "--save", save, "--load", save, "--save-interval", "1"]
+    flags += ["--micro-batch-size", "1", "--global-batch-size", "2"]
+    train(pairs, "O3", *flags, *layout.split(), "--exit-interval", "1", nproc=2 if layout else 1)
+    run = train(pairs, "O1", *flags, *other.split(), "--exit-interval", "2", nproc=2)
+    assert len(logged(run, "dpo loss")) == 1
+    more = [*flags, *layout.split(), "--ckpt-step", "2", "--pretrained-checkpoint", save]
+    assert "another reference" in said_of(train, pairs, "O3", *more, nproc=2 if layout else 1)
+
+
+@slow
+def test_a_reference_of_another_shape_is_refused(pairs, tmp_path):
     keep = ["--save", str(tmp_path / "a"), "--save-interval", "3", "--load", str(tmp_path / "a")]
     other = ["--save", str(tmp_path / "b"), "--save-interval", "6", "--ffn-hidden-size", "192"]
     train(pairs, "O3", *keep, "--exit-interval", "3")
     train(pairs, "O3", *other)
-    changed = [*keep, "--dpo-beta", "0.25", "--pretrained-checkpoint"]
-    line = said_of(train, pairs, "O3", *changed, str(tmp_path / "b"))
+    line = said_of(train, pairs, "O3", *keep, "--pretrained-checkpoint", str(tmp_path / "b"))
     assert f"--pretrained-checkpoint {tmp_path}/b: the checkpoint does not fit this run" in line
-    run = train(pairs, "O3", *changed, str(tmp_path / "a"))
-    assert any("the run that goes on had --dpo-beta 0.5, and now has 0.25" in line for line in run.lines)
