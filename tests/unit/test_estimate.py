@@ -1,6 +1,7 @@
 """The output of `megatron-fp8 estimate` and `plan`, and their one-line errors."""
 
 import argparse
+import contextlib
 import csv
 import io
 import json
@@ -352,7 +353,9 @@ def test_a_plan_in_csv_says_beside_it_that_nothing_fits(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr", said)
     code, text = call(plan, capsys, "--gpus 1 --cap-gb 1 --format csv")
     assert code == 1 and not text.strip()
-    assert re.match(r"megatron-fp8 plan: none of \d+ layouts fits; TP 1.*: does not fit: ", said.getvalue())
+    first, last = said.getvalue().splitlines()
+    assert re.fullmatch(r"megatron-fp8 plan: \d+ layouts to compare", first)
+    assert re.match(r"megatron-fp8 plan: none of \d+ layouts fits; TP 1.*: does not fit: ", last)
 
 
 def test_every_layout_is_tried_and_divides(capsys):
@@ -370,6 +373,37 @@ def test_every_layout_is_tried_and_divides(capsys):
     assert any(c.lost.startswith("not divisible") for c in plan.search(
         job_flags.parse(MODEL.replace("batch-size 64", "batch-size 6").split()), 16, "bf16", hardware.load("h200"), None
     ))  # fmt: skip
+
+
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 512 --disable-bias-linear --fp8-experts --moe-layer-freq [0]+[1]*31"
+
+
+@pytest.mark.parametrize("more", ["--recompute-activations", f"{EXPERTS} --keep-fp8-transpose-cache"])
+def test_a_plan_finds_the_fastest_of_all_and_looks_at_each_layout_once(more, capsys, monkeypatch):
+    """As a search through every micro-batch and recomputation does, with all stages of each. It says how far it is."""
+    flags, on, cap = job_flags.parse(f"{MODEL} --fp8-level O3 {more}".split()), hardware.load("h200"), 9.0
+    asked, stock = [], plan.job_flags.workload
+    monkeypatch.setattr(plan.job_flags, "workload", lambda *given, **by: asked.append(given) or stock(*given, **by))
+    monkeypatch.setattr(plan, "_SILENCE", -1)
+    found = plan.search(flags, 16, "O3", on, cap)
+    said = capsys.readouterr().err.splitlines()
+    assert len(asked) <= len(found) + 1
+    assert said[0] == f"megatron-fp8 plan: {len(found)} layouts to compare" and len(said) == len(found) + 1
+    fits = 0
+    for c in found:
+        made = []
+        for size in estimate.divisors(64):
+            for recompute in ("none", "selective", "full"):
+                with contextlib.suppress(UserError):
+                    w = replace(plan._workload(flags, 16, "O3", c.layout), micro_batch=size, recompute=recompute)
+                    e = step.estimate(w, on)
+                    held = [sum(a.values()) + sum(b.values()) for a, b in step.stages(w)]
+                    assert e.peak == pytest.approx(max(held) / 1e9, rel=1e-12) and e.stage == held.index(max(held))
+                    made.append(e)
+        made = [e for e in made if e.room(cap) >= 0]
+        fits += bool(made)
+        assert c.best == (max(made, key=lambda e: e.tokens_a_second) if made else None)
+    assert 0 < fits < len(found)
 
 
 PAPER = (

@@ -1,6 +1,7 @@
 """A job for the cost model: a GPT, its parallel layout, and the bytes an element of each storage format."""
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 from ...errors import UserError
@@ -122,7 +123,7 @@ class Job:
         """Bytes of a gradient of stock's, in memory and between ranks."""
         return BYTES["bf16" if self.grad_reduce_in_bf16 else "fp32"]
 
-    @property
+    @cached_property
     def linear_sizes(self) -> list[tuple[int, int, bool]]:
         """(Rows, columns, across) of attention's linears, fc1 and fc2. across: tensor parallelism cuts the rows, as in
         Megatron's column-parallel linears; else the columns."""
@@ -130,7 +131,7 @@ class Job:
         ffn = self.ffn_hidden_size or (hidden * 8 // 3 // 64 * 64 if self.swiglu else 4 * hidden)
         return [*self.attention, *self.mlp(ffn)]
 
-    @property
+    @cached_property
     def channels(self) -> tuple[int, int]:
         """Channels of a head's query or key, and of its value."""
         if self.multi_latent_attention:
@@ -138,13 +139,13 @@ class Job:
         one = self.kv_channels or self.hidden_size // self.num_attention_heads
         return one, one
 
-    @property
+    @cached_property
     def query_groups(self) -> int:
         """Heads that have keys and values of their own."""
         heads = self.num_attention_heads
         return heads if self.multi_latent_attention else self.num_query_groups or heads
 
-    @property
+    @cached_property
     def attention(self) -> list[tuple[int, int, bool]]:
         """linear_sizes of attention: qkv and proj, or, if it is multi-latent, of q or its up projection, the up
         projection of k and v, and proj."""
@@ -174,7 +175,7 @@ class Job:
             return [self.q_lora_rank or self.hidden_size, self.kv_lora_rank]
         return [self.channels[0]] * 2
 
-    @property
+    @cached_property
     def moe(self) -> list[bool]:
         """Of each layer, whether it has experts."""
         if self.num_experts is None:
@@ -197,6 +198,14 @@ class Job:
         """`moe` of a stage's layers."""
         count = self.num_layers // self.pipeline_model_parallel_size
         return self.moe[stage * count : (stage + 1) * count]
+
+    @cached_property
+    def first_alike(self) -> list[int]:
+        """Of each stage, the first stage with the same layers and tables: itself, or an earlier one."""
+        last = self.pipeline_model_parallel_size - 1
+        first: dict[object, int] = {}
+        kinds = ((stage == 0, stage == last, tuple(self.of_stage(stage))) for stage in range(last + 1))
+        return [first.setdefault(kind, stage) for stage, kind in enumerate(kinds)]
 
     def mlp(self, width: int) -> list[tuple[int, int, bool]]:
         """linear_sizes of an MLP of that width."""
@@ -231,7 +240,7 @@ class Job:
         """Width of a whole routed expert."""
         return self.moe_ffn_hidden_size or self.linear_sizes[-1][1]
 
-    @property
+    @cached_property
     def expert(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """(Rows, columns) of fc1 and of fc2 of a routed expert on a rank: expert tensor parallelism cuts the width."""
         parts = self.expert_ranks // self.expert_model_parallel_size

@@ -181,7 +181,7 @@ def ranks_bytes(
             continue
         sizes = job.linears(stage)
         linears = _owned(sizes, data, cells, sharded)
-        others, experts = _buckets_of_others(job, stage), job.experts(stage)
+        others, experts = _owned(job.others(stage), data, None, sharded), job.experts(stage)
         owned_experts = cells if job.fp8_experts else None
         alike = job.expert_data_parallel_size if experts else 1
         of_experts = _owned(experts, alike, owned_experts, sharded)
@@ -202,13 +202,14 @@ def ranks_bytes(
 
 def _owned(sizes: list[int], ranks: int, cells: Mapping[str, str] | None, sharded: bool) -> "list[Placement]":
     """Buckets of weights of these sizes: the engine's, or without cells stock's."""
-    return stock_buckets(sizes, ranks, sharded) if cells is None else engine_buckets(sizes, ranks, cells["partition"])
+    return _buckets(tuple(sizes), ranks, None if cells is None else cells["partition"], sharded)
 
 
 @lru_cache(maxsize=64)
-def _buckets_of_others(job: Job, stage: int) -> "list[Placement]":
-    """Cached, because no level changes them."""
-    return stock_buckets(job.others(stage), job.data_parallel_size, job.use_distributed_optimizer)
+def _buckets(sizes: tuple[int, ...], ranks: int, how: str | None, sharded: bool) -> "list[Placement]":
+    """Cached: levels and layouts share them. No level changes those of all else, nor expert parallelism those of
+    linears."""
+    return stock_buckets([*sizes], ranks, sharded) if how is None else engine_buckets([*sizes], ranks, how)
 
 
 def parameters(job: Job) -> tuple[int, int]:

@@ -13,10 +13,11 @@ measurement.
 
 import json
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import UserError
@@ -26,13 +27,14 @@ from .hardware import Hardware
 from .job import flag
 from .job_flags import Flags
 from .output import show
-from .step import Estimate, estimate
+from .step import Estimate, estimate, peak
 from .systems import chosen
-from .workload import Workload
+from .workload import Recompute, Workload
 
 _MOST_CHUNKS = 8
+_SILENCE = 5  # seconds between lines that say how far the search is
 _OVERLAP = "overlap_grad_reduce", "overlap_param_gather"  # of every layout
-RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = "none", "selective", "full"  # each slower than the one before
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the plan. Returns 0, or 1 if no layout fits."""
+    if sys.stderr.isatty():  # a log gets a mistake's line alone
+        _tell("reading the flags with Megatron's parser")
     flags, on = job_flags.parse(args.flags), hardware.load(args.hardware)
     args.gpus = args.gpus or flags.gpus
     if args.gpus is None:
@@ -86,11 +90,11 @@ def run(args: Namespace) -> int:
                           "error": validation.summary()}, indent=2))  # fmt: skip
     elif args.format == "csv":
         write_csv(rows)
-        for said in filter(None, (left_out and _left_out(left_out), lacks)):
-            print(f"megatron-fp8 plan: {said}", file=sys.stderr)
+        for said in filter(None, (_left_out(left_out) if left_out else "", lacks)):
+            _tell(said)
         if not ranked:  # CSV rows cannot show this
             why_not = f"{lost[0].layout}: {lost[0].lost}"
-            print(f"megatron-fp8 plan: none of {len(lost)} layouts fits; {why_not}", file=sys.stderr)
+            _tell(f"none of {len(lost)} layouts fits; {why_not}")
     else:
         own = flags.args
         mine = Layout(own.tensor_model_parallel_size, own.pipeline_model_parallel_size, job_flags.virtual(own),
@@ -114,9 +118,20 @@ def search(flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | N
     # Report a mistake that no layout can mend once, here, with the whole model on one replica's GPUs.
     chosen(system, "--system")
     job_flags.check_optimizer(flags.args, gpus)
-    _workload(flags, context, system, Layout(1, 1, 1), 1, None, expert_tensor_parallel_size=None)
-    layouts = list(_layouts(flags.args, gpus, context, on.gpus_per_node))
-    return [_best(flags, gpus, system, on, cap_gb, layout) for layout in layouts]
+    _workload(flags, context, system, Layout(1, 1, 1), expert_tensor_parallel_size=None)
+    layouts, found = list(_layouts(flags.args, gpus, context, on.gpus_per_node)), []
+    told = time.monotonic()
+    _tell(f"{len(layouts)} layouts to compare")
+    for layout in layouts:
+        found.append(_best(flags, gpus, system, on, cap_gb, layout))
+        if time.monotonic() - told > _SILENCE:
+            told = time.monotonic()
+            _tell(f"{len(found)} of {len(layouts)} layouts")
+    return found
+
+
+def _tell(line: str) -> None:
+    print(f"megatron-fp8 plan: {line}", file=sys.stderr, flush=True)
 
 
 def _layouts(args: Namespace, gpus: int, context: int, gpus_per_node: int) -> Iterator[Layout]:
@@ -140,26 +155,33 @@ def _best(
     if flags.args.global_batch_size % data:
         return Candidate(layout, None, f"not divisible: DP {data} does not divide the global batch")
     for size in divisors(flags.args.global_batch_size // data):
+        try:
+            if size == 1:
+                w = _workload(flags, gpus, system, layout)
+            w = replace(w, micro_batch=size)
+        except UserError as error:
+            mistake = str(error)
+            if size == 1:  # no micro-batch mends it
+                break
+            continue
         for recompute in RECOMPUTE:
-            try:
-                found = estimate(_workload(flags, gpus, system, layout, size, recompute), on)
-            except UserError as error:
-                mistake = str(error)
+            w = replace(w, recompute=recompute)
+            room = on.room(cap_gb) - peak(w)
+            nearest = room if nearest is None else max(room, nearest)
+            if room < 0:
                 continue
-            room = found.room(cap_gb)
-            if nearest is None or room > nearest:
-                nearest = room
-            if room >= 0 and (best is None or found.tokens_a_second > best.tokens_a_second):
+            found = estimate(w, on)
+            if best is None or found.tokens_a_second > best.tokens_a_second:
                 best = found
+            break
     if best is None and nearest is not None:
         return Candidate(layout, None, f"does not fit: {-nearest:.1f} GB too much at the least")
     return Candidate(layout, best, "" if best else f"not divisible: {mistake}")
 
 
-def _workload(
-    flags: Flags, gpus: int, system: str, layout: Layout, size: int, recompute: str | None, **more: Any
-) -> Workload:
-    return job_flags.workload(
+def _workload(flags: Flags, gpus: int, system: str, layout: Layout, **more: Any) -> Workload:
+    """With a micro-batch of 1 and nothing recomputed; `replace` makes the others of it."""
+    found = job_flags.workload(
         flags,
         gpus,
         system,
@@ -170,13 +192,14 @@ def _workload(
         num_layers_per_virtual_pipeline_stage=None,
         num_virtual_stages_per_pipeline_rank=layout.virtual,
         sequence_parallel=layout.tensor > 1,
-        micro_batch_size=size,
-        recompute_granularity=recompute,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
+        micro_batch_size=1,
+        recompute_granularity=None,
+        recompute_method=None,
+        recompute_num_layers=None,
         recompute_modules=["core_attn"],
         **dict.fromkeys(_OVERLAP, True),
     )
+    return replace(found, recompute="none")
 
 
 def why(e: Estimate, winner: Estimate) -> str:

@@ -8,7 +8,7 @@
 Memory is that of torch's allocator, and the peak is its counters' peak. `room` also allows for memory outside it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -88,7 +88,8 @@ class Estimate:
 def estimate(w: Workload, hardware: Hardware) -> Estimate:
     """The Estimate of a workload.  Raises UserError if something in it is not modelled."""
     held, peak, stage, memory = _memory(w)
-    passing = [_stage(w, hardware, stage) for stage in range(w.pipeline)]
+    of_first = {stage: _stage(w, hardware, stage) for stage in set(w.job.first_alike)}
+    passing = [of_first[stage] for stage in w.job.first_alike]
     m, times = w.micro_batches, [sum(parts.values()) for parts in passing]
     slowest = max(range(w.pipeline), key=times.__getitem__)
     parts = {kind: m * ms for kind, ms in passing[slowest].items()}
@@ -155,10 +156,19 @@ def _layer(w: Workload, hardware: Hardware, moe: bool, stage: int) -> dict[str, 
     return parts
 
 
+def peak(w: Workload) -> float:
+    """GB of torch's allocator at most, on the rank with the largest peak: an estimate's, without its time."""
+    return _memory(w)[1]
+
+
 def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
     """(GB held, GB at the peak, stage, {kind: GB} at the peak) of the rank with the largest peak."""
-    found = [(sum(held.values()), held | beside) for held, beside in stages(w)]
-    stage, (held, kinds) = max(enumerate(found), key=lambda item: sum(item[1][1].values()))
+    which = _fullest(w)
+    found = {
+        stage: (sum(held.values()), held | beside)
+        for stage, (held, beside) in zip(which, stages(w, which), strict=True)
+    }
+    stage, (held, kinds) = max(found.items(), key=lambda item: sum(item[1][1].values()))
     in_gb = {kind: size / 1e9 for kind, size in kinds.items() if size}
     return held / 1e9, sum(in_gb.values()), stage, in_gb
 
@@ -166,7 +176,10 @@ def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
 @lru_cache(maxsize=32)
 def _first_ranks(job: Job, cells: tuple[tuple[str, str], ...] | None) -> tuple[Rank, ...]:
     """Data-parallel rank 0 of each stage. The micro-batch does not change its bytes, so estimates share them."""
-    return tuple(ranks_bytes(job, None if cells is None else dict(cells), ranks=[0]))
+    own = sorted(set(job.first_alike))
+    of_own = ranks_bytes(job, None if cells is None else dict(cells), stages=own, ranks=[0])
+    found = dict(zip(own, of_own, strict=True))
+    return tuple(found[stage] for stage in job.first_alike)
 
 
 def _keeps_what_came(w: Workload) -> bool:
@@ -179,17 +192,34 @@ def _keeps_what_came(w: Workload) -> bool:
     return w.graphed and in_fp8 and w.job.data_parallel_size > 1
 
 
-def stages(w: Workload) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
-    """For each pipeline stage: ({kind: bytes} held between two steps, {kind: bytes} on top of it at the peak)."""
+def _fullest(w: Workload) -> list[int]:
+    """The pipeline stages one of which has the largest peak: one of each kind.
+
+    Of stages that are alike the first keeps the most activations. Kept transposes take less if a step has no more
+    micro-batches than a stage keeps.
+    """
+    first: dict[tuple[int, bool], int] = {}
+    for stage, alike in enumerate(w.job.first_alike):
+        more = w.keeps_transposes and w.micro_batches > activations.in_flight(w, stage)
+        first.setdefault((alike, more), stage)
+    return list(first.values())
+
+
+def stages(w: Workload, which: Iterable[int] | None = None) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+    """For each pipeline stage, or for some: ({kind: bytes} held between two steps, {kind: bytes} on top of it at the
+    peak)."""
     system, table = w.system, w.vocabulary * w.job.hidden_size / w.tensor
     cells = w.cells()
-    for stage, rank in enumerate(_first_ranks(w.job, None if cells is None else tuple(cells.items()))):
+    ranks = _first_ranks(w.job, None if cells is None else tuple(cells.items()))
+    for stage in range(w.pipeline) if which is None else which:
+        rank = ranks[stage]
         kinds: dict[str, float] = {}
         for part in (rank.linears, rank.others, rank.experts):
             for kind, size in part.items():
                 name = "optimizer states" if kind in STATES else kind
                 kinds[name] = kinds.get(name, 0.0) + size
-        kinds["weight"] += system.weight_copies * (sum(w.job.linears(stage)) + sum(w.job.experts(stage)))
+        if system.weight_copies:
+            kinds["weight"] += system.weight_copies * (sum(w.job.linears(stage)) + sum(w.job.experts(stage)))
         if w.together and w.experts_owned:  # W^T of all experts at once takes more than a linear's
             (fc1, hidden), _ = w.job.expert
             kinds[SCRATCH] = max(kinds[SCRATCH], w.job.local_experts * fc1 * hidden)
