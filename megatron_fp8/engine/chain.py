@@ -7,6 +7,7 @@ same way (monitor/watch.py).
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,14 @@ _SET_STATES = Hook(
     "Loads --dist-ckpt-optim-fully-reshardable, which has no step of each parameter; stock looks for one.",
     of_object=True,
 )
-HOOKS = (_SET_STATES,)
+_FULLY_RESHARDABLE = Hook(
+    "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer",
+    "sharded_param_state_fully_reshardable",
+    *("engine.chain", "self model_sharded_state_dict is_loading metadata", When("when the engine is built")),
+    "Saves each parameter's own states, if a bucket before it ends in padding; stock saves what lies beside them.",
+    of_object=True,
+)
+HOOKS = (_SET_STATES, _FULLY_RESHARDABLE)
 
 
 class Fp8ChainedOptimizer(ChainedOptimizer):
@@ -48,6 +56,7 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         super().__init__([*stock, engine])
         self.engine = engine
         for part in stock:
+            _save_without_padding(part)
             _let_load_without_step(part)
             _step_in_one_kernel(part)
         # Stock's clip would be two more passes over our gradients; EngineOptimizer clips as it steps.
@@ -231,6 +240,37 @@ def _step_in_one_kernel(part: MegatronOptimizer) -> None:
 
     if isinstance(getattr(part, "optimizer", None), torch.optim.Adam):
         part.optimizer.register_step_pre_hook(fuse)
+
+
+def _save_without_padding(part: MegatronOptimizer) -> None:
+    """Let a DistributedOptimizer save --dist-ckpt-optim-fully-reshardable if its buckets end in padding.
+
+    megatron-core 0.19.2 gathers the buckets' states without their padding, and then looks for each parameter at its
+    place with padding. Buckets are padded to a multiple of the data-parallel size: with 3 ranks nearly all are.
+    """
+    if not isinstance(part, DistributedOptimizer):
+        return
+    stock = part.sharded_param_state_fully_reshardable
+
+    def sharded_param_state_fully_reshardable(*args, **kwargs):
+        places = [buffer.param_index_map for buffer in part.buffers]
+        try:
+            for buffer in part.buffers:
+                buffer.param_index_map = _places_without_padding(buffer)
+            return stock(*args, **kwargs)
+        finally:
+            for buffer, found in zip(part.buffers, places, strict=True):
+                buffer.param_index_map = found
+
+    _FULLY_RESHARDABLE.on(part, sharded_param_state_fully_reshardable)
+
+
+def _places_without_padding(buffer) -> dict:
+    """{parameter: (start, stop, number of its bucket)} in one of stock's buffers, as if no bucket ended in padding."""
+    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+    before = list(itertools.accumulate(padding, initial=0))
+    found = buffer.param_index_map.items()
+    return {param: (start - before[i], stop - before[i], i) for param, (start, stop, i) in found}
 
 
 def _let_load_without_step(part: MegatronOptimizer) -> None:

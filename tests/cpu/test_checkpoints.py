@@ -52,14 +52,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
 
 
-def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path) -> None:
+def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path, tied: bool = False) -> None:
     """A run that is resumed in the middle has the losses, norms, weights and states of the run that went on."""
     half = steps // 2
-    whole = train(nproc, flags, folder / "whole", save=half)
+    whole = train(nproc, flags, folder / "whole", save=half, tied=tied)
     shutil.copytree(folder / "whole", folder / "cut")
     shutil.rmtree(folder / "cut" / f"iter_{steps:07d}")
     (folder / "cut/latest_checkpointed_iteration.txt").write_text(str(half))
-    rest = train(nproc, flags, folder / "cut", save=half, load=True)
+    rest = train(nproc, flags, folder / "cut", save=half, load=True, tied=tied)
     assert len(rest.steps) == half and rest.grad_norms == whole.grad_norms[half:]
     resumed, expected = rest.losses, whole.losses[half:]
     del resumed[1], expected[1]  # stock logs the mean of a resumed run's first two losses there
@@ -123,6 +123,19 @@ STAGES = f"--pipeline-model-parallel-size 3 --pipeline-model-parallel-layout Et|
 def test_a_stage_without_a_linear_goes_on(compact, tmp_path):
     """The last stage has only the loss. Rank 0, which writes the common part, has a layer."""
     goes_on_bit_for_bit(3, f"--fp8-level O3 {compact} {STAGES} --train-iters 4", 4, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layout", "tied"),
+    [
+        (3, "--ddp-bucket-size 9000", False),
+        pytest.param(6, "--pipeline-model-parallel-size 2", True, marks=nightly),  # a tied embedding has its own bucket
+    ],
+)
+def test_stocks_buckets_that_end_in_padding_go_on(nproc, layout, tied, tmp_path):
+    """With 3 data-parallel ranks. Norms were saved with the numbers beside them: the loss rose to that of step 1."""
+    flags = f"--fp8-level O3 {OVERLAP} {layout} --global-batch-size 6 --train-iters 4"
+    goes_on_bit_for_bit(nproc, flags, 4, tmp_path, tied=tied)
 
 
 @nightly
