@@ -93,11 +93,12 @@ def step_of(saved: dict) -> int:
 
 
 def _saved_group(group: dict, saved: dict) -> dict:
-    """The saved state of a parameter group, from any part. Adam's betas and eps are this run's, as for linears.
+    """The saved state of a parameter group, from any part. Adam's betas and eps are this run's, as for linears. So is
+    its kernel: rank 0 saves the options, and chooses no kernel for a group that is empty on it.
 
     Stock identifies a group by its learning rates too, so it finds none with --override-opt_param-scheduler.
     """
-    own = {key: group[key] for key in ("is_expert_parallel", "betas", "eps") if key in group}
+    own = {key: group[key] for key in ("is_expert_parallel", "betas", "eps", "fused", "foreach") if key in group}
     alike = [found for found in _groups(saved) if _identity(found) == _identity(group)]
     if not alike:
         said = ", ".join(f"{key} {value}" for key, value in _identity(group).items() if value is not None)

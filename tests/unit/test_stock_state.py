@@ -21,6 +21,12 @@ def test_adams_numbers_are_the_runs(monkeypatch):
     assert taken(monkeypatch, OWN | {"lr": 5e-5}) == OWN
 
 
+def test_adams_kernel_is_the_runs(monkeypatch):
+    """Rank 0's group may be empty, and then has the kernel of a GPU on a CPU too: a resumed norm was off by an ulp."""
+    monkeypatch.setitem(SAVED, "fused", True)
+    assert taken(monkeypatch, OWN | {"fused": None})["fused"] is None
+
+
 def test_a_schedule_is_the_runs_where_it_is_asked_for(monkeypatch):
     other = OWN | {"max_lr": 5e-4}
     assert taken(monkeypatch, other, override=True) == other
