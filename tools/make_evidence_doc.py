@@ -216,11 +216,11 @@ def real_text() -> Iterator[Gap]:
 # ---- a whole model, tuned
 
 
-def tuned(stage: str, column: str) -> list[Gap]:
+def tuned(stage: str, column: str, file: str = "smollm2.csv") -> list[Gap]:
     """Of each arm of SmolLM2's runs against stock BF16 at the end of a stage; the last row of each run counts."""
     unit = POINTS if column == "accuracy" else "%"
     of: dict[str, dict[int, float]] = {}
-    for row in read("smollm2.csv"):
+    for row in sorted(read(file), key=lambda row: row["arm"]):
         if row["stage"] == stage:
             of.setdefault(row["arm"], {})[int(row["seed"])] = float(row[column])
     return [Gap(arm, "stock BF16", found, of["O0"], unit) for arm, found in of.items() if arm != "O0"]
@@ -503,7 +503,12 @@ def page() -> str:
         of_paper, of_ours, claims = fp8_lm(folder)
     real, states, stored, sums = (list(of()) for of in (real_text, table6, storage, tensor_sums))
     sft, dpo, judged = tuned("sft", "heldout_loss"), tuned("dpo", "accuracy"), tuned("judged", "accuracy")
-    of_smollm2 = {"SFT of SmolLM2-135M": sft, "DPO of SmolLM2-135M": dpo}
+    drawn = tuned("sft", "heldout_loss", "smollm2_sft.csv")
+    of_smollm2 = {
+        "SFT of SmolLM2-135M": sft,
+        "SFT of SmolLM2-135M with drawn masters": [gap for gap in drawn if gap.arm in ("O1", "O3, BF16 GEMMs")],
+        "DPO of SmolLM2-135M": dpo,
+    }
     sent = [gap for gap in trained if gap.arm in ("O1", "O3") and gap.reference != "O1"]
     rest = [gap for gap in (*trained, *held_out) if gap not in sent]
     with_te = (
@@ -550,9 +555,12 @@ def page() -> str:
             "smollm2-135m-instruct): SFT of 210 steps, held-out loss, nats a token of the answers. A seed is an order "
             "of the data.",
             gaps(sft),
-            "Then DPO of 357 steps, each run from its own SFT: the share of right pairs among the same held-out ones. "
-            "Each arm was judged in its own arithmetic, and FP8's noise most likely judges levels too low. The "
-            "interval is of seeds alone: other pairs would widen it.",
+            "The same SFT of other runs, with masters drawn at every level "
+            "([smollm2_sft.csv](../benchmarks/results/smollm2_sft.csv)):",
+            gaps(drawn),
+            "Then, after the SFT of the first table, DPO of 357 steps, each run from its own SFT: the share of right "
+            "pairs among the same held-out ones. Each arm was judged in its own arithmetic, and FP8's noise most likely "
+            "judges levels too low. The interval is of seeds alone: other pairs would widen it.",
             gaps(dpo),
             *(("The same weights, all judged with BF16 GEMMs:", gaps(judged)) if judged else ()),
         ),

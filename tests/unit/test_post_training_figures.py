@@ -83,9 +83,9 @@ def test_smollm2s_sentences_are_the_rows():
     accuracy = {arm: mean(rows, arm, "dpo", "accuracy") for arm in ARMS.values()}
     assert sorted(accuracy, key=accuracy.get)[-2:] == ["O3", "O0"]  # "every level has fewer", "O3 is the nearest"
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    assert f"O3 by {more['O3']:.2f} %, O1 and O2 by {more[O1]:.2f} %" in readme
     percent = {arm: f"{100 * share:.0f} %" for arm, share in accuracy.items()}
-    words = f"O3 has {percent['O3']} of the held-out pairs right, O1 and O2 {percent[O1]}, stock BF16 {percent['O0']}"
+    words = f"O3 has {percent['O3']} of the held-out pairs right, O1 and O2, masters as loaded, {percent[O1]}, stock "
+    words += f"BF16 {percent['O0']}"
     assert words in readme and percent[O1] == percent[O2]
     assert f"O1 and O2 show {100 * mean(rows, O2, 'dpo', 'shown'):.0f} % of their masters' way, as loaded" in TEXT
     assert f"and shows {100 * mean(rows, 'O3', 'dpo', 'shown'):.0f} %" in TEXT
@@ -96,6 +96,46 @@ def test_smollm2s_sentences_are_the_rows():
     assert len(values(before, "O3", "dpo", "share")) == 1 and {row["commit"] for row in before} == {"4d63996"}
     low, high = wilson(0.77 * int(dpo[4]), int(dpo[4]))
     assert f"One seed's is ± {(high - low) / 2:.2f}" in TEXT
+
+
+def test_sft_with_drawn_masters_is_the_rows():
+    rows, as_loaded = read("smollm2_sft"), read("smollm2")
+
+    def seeds(arm: str, column: str) -> dict[str, float]:
+        return {row["seed"]: float(row[column]) for row in rows if row["arm"] == arm}
+
+    def more(arm: str, column: str = "heldout_loss", than: str = "O0") -> list[float]:
+        """Per cent of the other arm's mean, of the seeds that both have."""
+        ours, theirs = seeds(arm, column), seeds(than, column)
+        return [100 * (ours[seed] / theirs[seed] - 1) for seed in sorted(ours)]
+
+    found = table("arm | seeds | held-out loss |")
+    assert {cells[0].partition(", stock")[0] for cells in found} == {row["arm"] for row in rows}
+    for name, number, loss, gap, first in found:
+        arm = name.partition(", stock")[0]
+        held_out, begin = (seeds(arm, column) for column in ("heldout_loss", "first_loss"))
+        assert (number, loss) == (f"{len(held_out)}", f"{statistics.mean(held_out.values()):.5f}"), name
+        if arm == "O0":
+            assert first == f"{begin['1']:.4f}, {begin['2']:.4f}"
+        else:
+            assert gap == f"{statistics.mean(more(arm)):+.2f} %", name
+            assert first == ", ".join(f"{percent:+.2f} %" for percent in more(arm, "first_loss")), name
+    loaded = 100 * (mean(as_loaded, O1, "sft", "heldout_loss") / mean(as_loaded, "O0", "sft", "heldout_loss") - 1)
+    gap = statistics.mean(more("O1"))
+    assert f"{gap:.2f} % above stock BF16, and {loaded:.2f} % with masters as loaded" in TEXT and gap < 0.55 * loaded
+    bf16 = -statistics.mean(more("O3, BF16 GEMMs"))
+    assert f"ends {bf16:.2f} % below stock. FP8 GEMMs end " in TEXT
+    assert f"FP8 GEMMs end {statistics.mean(more('O3', than='O3, BF16 GEMMs')):.2f} % above it" in TEXT
+    same = "O3, margin 1", "O3, margin 2", "O3, tensorwise"
+    ends = {arm: mean(rows, arm, "sft", "heldout_loss") for arm in ("O3", *same)}
+    assert min(ends, key=ends.get) == "O3"  # "no margin ... ends lower"
+    decisions = re.sub(r"\s+", " ", (ROOT / "docs/decisions.md").read_text())
+    words = "ends at {O3:.4f}, with a margin of 1 at {O3, margin 1:.4f}, of 2 at {O3, margin 2:.4f}"
+    assert words.format(**ends) in decisions
+    made = {tuple(row[c] for c in ("gpu", "commit", "steps", "batch", "seq", "lr", "counted")) for row in rows}
+    (sft,) = {tuple(row[c] for c in ("steps", "batch", "seq", "lr", "counted")) for row in as_loaded
+              if row["stage"] == "sft"}  # fmt: skip
+    assert made == {("NVIDIA H200", "95e7bb9", *sft)}
 
 
 NAMES = {  # {what the tables say: (task, system) of tuning.csv}
