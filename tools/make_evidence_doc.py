@@ -559,8 +559,8 @@ def page() -> str:
             "([smollm2_sft.csv](../benchmarks/results/smollm2_sft.csv)):",
             gaps(drawn),
             "Then, after the SFT of the first table, DPO of 357 steps, each run from its own SFT: the share of right "
-            "pairs among the same held-out ones. Each arm was judged in its own arithmetic, and FP8's noise most likely "
-            "judges levels too low. The interval is of seeds alone: other pairs would widen it.",
+            "pairs among the same held-out ones. Each arm was judged in its own arithmetic, and FP8's noise most "
+            "likely judges levels too low. The interval is of seeds alone: other pairs would widen it.",
             gaps(dpo),
             *(("The same weights, all judged with BF16 GEMMs:", gaps(judged)) if judged else ()),
         ),
