@@ -217,6 +217,24 @@ def test_throughputs_are_what_table_5_has():
     assert shown >= 9
 
 
+def test_whole_models_with_experts_are_the_rows():
+    """Milliseconds, tokens a second and memory of docs/performance.md's table, and docs/results.md's of two rows."""
+    with (ROOT / "benchmarks/results/eight.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["shape"].startswith(("qwen3-30b", "deepseek-v2"))]
+    rows = list({(row["shape"], row["system"]): row for row in rows}.values())  # the last of each counts
+    ms = [[float(row[name]) for name in ("ms", "ms_min", "ms_max")] for row in rows]
+    tokens = [f"{8 * 4096e3 / took / int(row['nproc']):,.0f}" for row, (took, *_) in zip(rows, ms, strict=True)]
+    gb = [[f"{1.048576 * float(row[name]):.1f}" for name in ("gb", "gb_peak")] for row in rows]
+    text = page("docs/performance.md")
+    assert "| ".join([f"{took:,.0f} ({low:,.0f} to {high:,.0f}) " for took, low, high in ms]) in text
+    assert f"| tokens a second and GPU | {' | '.join(tokens)} |" in text
+    assert f"| GB after a step / peak | {' | '.join(map(' / '.join, gb))} |" in text
+    assert f"makes DeepSeek {ms[1][0] / ms[2][0]:.2f} times as fast" in text
+    text = page("docs/results.md")
+    assert f"{tokens[2]} tokens a second for DeepSeek-V2-Lite" in text and f"(peak {gb[2][1]} GB)" in text
+    assert f"{tokens[0]} on each of two for Qwen3-30B-A3B" in text and f"({gb[0][1]} GB;" in text
+
+
 def test_the_routed_layer_is_the_rows():
     """docs/performance.md's table, "counts 4 : 1" being the skewed ones, and what it says of imbalance and BF16."""
     with (ROOT / "benchmarks/results/routed_layer.csv").open(newline="") as file:
