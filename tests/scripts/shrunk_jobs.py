@@ -16,6 +16,7 @@ ranks.warm_up()
 from megatron_fp8.flags.command import Launch, take_apart
 from megatron_fp8.tools.rehearsal.job import examine
 from megatron_fp8.tools.rehearsal.page import Outcome, Start, warnings, write
+from megatron_fp8.tools.rehearsal.room import Room
 from megatron_fp8.tools.rehearsal.shrink import STEPS, shrink
 
 SCRIPT = str(ROOT / "pretrain_gpt_fp8.py")
@@ -25,7 +26,7 @@ for request in map(json.loads, Path(sys.argv[1]).read_text().splitlines()):
         print(json.dumps({"error": job.error}), flush=True)
         continue
     mock = bool(job.missing) or job.args.mock_data
-    small = shrink(job.flags, job.args, most_ranks=64, quick_ranks=64, mock_data=mock,
+    small = shrink(job.flags, job.args, most_ranks=64, free=Room(0), quick_ranks=64, mock_data=mock,
                    all_layers=request.get("all_layers", False), storage=job.cells["grad_accum"])  # fmt: skip
     again = examine(Launch([SCRIPT], small.flags, small.ranks), small.ranks)
     found = {"ranks": small.ranks, "data": small.data_parallel, "left_out": small.left_out, "missing": job.missing}

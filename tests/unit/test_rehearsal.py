@@ -19,7 +19,7 @@ from megatron_runs import script_path
 
 from megatron_fp8.flags.command import Launch, flags_of, job_of, take_apart
 from megatron_fp8.flags.usage import one_line_usage_errors
-from megatron_fp8.tools.rehearsal import full, main, one_rank, page, shrink
+from megatron_fp8.tools.rehearsal import full, main, one_rank, page, room, shrink
 from megatron_fp8.tools.rehearsal import job as examined
 from megatron_fp8.tools.rehearsal.job import examine
 
@@ -345,6 +345,64 @@ def test_what_is_shrunk(shrunk):
     for name in ("by a layout", "experts", "named layers"):
         assert "--num-layers" not in shrunk[name]["changes"]
     assert shrunk["experts"]["data"] == 8
+
+
+WIDE = {
+    "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 16, "context_parallel_size": 1,
+    "data_parallel_size": 2, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+}  # fmt: skip
+REPLICA = "one replica of the layout has 128 ranks"
+
+
+@pytest.mark.parametrize(
+    ("stages", "asked", "free", "said", "remedy"),
+    [
+        (16, None, room.Room(8e9), f"rehearse: {REPLICA}: 128 processes, some 19 GB of memory, and 8 GB are free here",
+         "--pipeline-model-parallel-size 4"),
+        (16, None, room.Room(1e12, 4096), f"rehearse: {REPLICA}: 128 processes, some 19 GB of memory, and 4096 more "
+         "threads may start here", "--pipeline-model-parallel-size 4"),
+        (16, 64, room.Room(1e12), f"--ranks 64: {REPLICA}", "--pipeline-model-parallel-size 8"),
+        (2, None, room.Room(1e9), "rehearse: one replica of the layout has 16 ranks: 16 processes, some 2 GB of memory, "
+         "and 1 GB are free here", "fewer pipeline stages, or a smaller --tensor-model-parallel-size,"),
+        (16, None, room.Room(1e12), None, ""),
+        (16, 128, room.Room(8e9), None, ""),
+    ],
+)  # fmt: skip
+def test_too_many_ranks_for_this_machine_are_refused_before_they_start(stages, asked, free, said, remedy):
+    job = argparse.Namespace(**WIDE | {"pipeline_model_parallel_size": stages})
+    if said is None:
+        assert shrink._data_parallel(job, 8 * stages, asked, free, 32) == 1
+        return
+    line = error_of(shrink._data_parallel, job, 8 * stages, asked, free, 32)
+    starts = f"--ranks {8 * stages} starts it" + ("" if asked else " all the same")
+    assert line == f"{said}; give the command {remedy} here, or take a larger machine; {starts}"
+
+
+@pytest.mark.parametrize(
+    ("own", "memory", "threads"),
+    [("0::/slurm/job_7/step_0\n", 3000 + 500, 4096 - 96), ("9:pids:/\n4:memory:/box\n0::/\n", 2500 + 1, 100 - 5)],
+)
+def test_a_containers_and_a_jobs_limits_leave_less_than_the_machine(own, memory, threads, tmp_path, monkeypatch):
+    """Of both versions of Linux's groups, from the process's own folder up to the root. Files' cache is given back."""
+    files = {
+        "slurm/job_7/memory.max": "9000", "slurm/job_7/memory.current": "6000",
+        "slurm/job_7/memory.stat": "anon 1\ninactive_file 500\n",
+        "slurm/memory.max": "max", "slurm/memory.current": "8000", "slurm/pids.max": "4096", "slurm/pids.current": "96",
+        "memory/box/memory.limit_in_bytes": "5000", "memory/box/memory.usage_in_bytes": "2500",
+        "memory/box/memory.stat": "inactive_file 7\ntotal_inactive_file 1\n",
+        "memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "9",
+        "memory/memory.stat": "", "pids/pids.max": "100", "pids/pids.current": "5", "own": own,
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(room, "_MOUNT", tmp_path)
+    monkeypatch.setattr(room, "_OWN", tmp_path / "own")
+    assert room.here() == room.Room(memory, threads)
+    (tmp_path / "own").unlink()
+    free = room.here()
+    assert free.threads is None and free.memory > 1e8 and free.ranks == int(free.memory / room.RANK_BYTES)
 
 
 def test_what_would_fail_at_full_size(shrunk):

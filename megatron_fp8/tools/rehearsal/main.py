@@ -28,10 +28,9 @@ from ...flags.level import is_stock
 from ...metrics import LOSS, VARIABLE, Reader
 from ...processes import ended_like_ctrl_c
 from ..perf.output import PAGE_FORMATS, show
-from . import ranks
+from . import ranks, room
 from .job import examine, gpus_of
 
-_RANK_BYTES = 150e6  # of a tiny model's rank, without the pages that all ranks share
 _RANKS_A_CORE = 8  # with more, a second replica would take too long
 
 
@@ -79,17 +78,20 @@ def run(args: Namespace) -> int:
         folder = Path(args.folder or temporary)
         if job.args is not None:
             assert job.cells is not None  # there is a level
+            free = room.here()
             rehearsal = shrink(
                 job.flags,
                 job.args,
-                most_ranks=args.ranks or _ranks_that_fit(),
+                most_ranks=args.ranks,
+                free=free,
                 quick_ranks=quick,
                 mock_data=bool(job.missing) or job.args.mock_data,
                 all_layers=args.all_layers,
                 storage=job.cells["grad_accum"],
             )
             slow = ", which takes long: a smaller layout tries the same flags sooner" * (rehearsal.ranks > quick)
-            _tell(f"{rehearsal.ranks} ranks on {os.cpu_count()} cores{slow}; logs in {folder}")
+            _tell(f"{rehearsal.ranks} ranks on {os.cpu_count()} cores{slow}; {room.needs(rehearsal.ranks)} of memory "
+                  f"({free}); logs in {folder}")  # fmt: skip
             outcome = _rehearse(launch, rehearsal, folder, args.timeout)
         text = page.write(shlex.join(words), gpus, launch.gpus or args.gpus, job, rehearsal, outcome,
                           time.monotonic() - began)  # fmt: skip
@@ -165,9 +167,3 @@ def _start(name: str, command: list[str], count: int, folder: Path, timeout: int
 
 def _tell(line: str) -> None:
     print(f"[rehearse] {line}", file=sys.stderr, flush=True)
-
-
-def _ranks_that_fit() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available / _RANK_BYTES)

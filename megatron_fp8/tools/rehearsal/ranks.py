@@ -7,7 +7,7 @@ To import torch and Megatron costs each process four seconds and 600 MB. Here it
         ├ rank 0   a fork: its own environment, arguments and __main__, then the script as `python SCRIPT` runs it
         ├ rank 1   ...
 
-The ranks share all pages that none of them writes, so 32 ranks of a tiny model take some 2 GB and start within seconds.
+The ranks share all pages that none of them writes, so 32 ranks of a tiny model take some 3 GB and start within seconds.
 A rank's environment is torchrun's. The supervisor hosts the store, on a port that no other process can take. If a rank
 fails, the others are ended, as under torchrun. All ranks end with their supervisor, and it ends with the warm process.
 What a rank has started ends with it: the supervisor ends its process group. If that is killed, the kernel kills the

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from ...errors import UserError
 from ...flags.command import Flags, flags_of
 from ...flags.numeric_checks import GEMM_MULTIPLE, largest_batch
+from .room import Room, needs
 
 HEAD = 16  # channels, the shortest sum of an FP8 GEMM
 STEPS, SAVED = 4, 3  # the last step, and the step after which it saves and from which it resumes
@@ -84,7 +85,8 @@ def shrink(
     flags: Flags,
     job: Namespace,
     *,
-    most_ranks: int,
+    most_ranks: int | None,
+    free: Room,
     quick_ranks: int,
     mock_data: bool,
     all_layers: bool,
@@ -95,15 +97,16 @@ def shrink(
     Args:
         flags: of the job's command.
         job: Megatron's arguments from these flags, validated for all of its ranks.
-        most_ranks: how many ranks fit here; quick_ranks: how many finish in minutes.
+        most_ranks: how many ranks the user allows; None: as many as `free` has room for.
+        quick_ranks: how many finish in minutes.
         mock_data: whether to train on mock data.
         all_layers: keep every layer.
         storage: of gradients (--fp8-grad-accum), since auto depends on the number of micro-batches.
 
-    Raises UserError if one data-parallel replica has more ranks than fit.
+    Raises UserError if one data-parallel replica has more ranks than that.
     """
     model_ranks = job.tensor_model_parallel_size * job.pipeline_model_parallel_size * job.context_parallel_size
-    data = _data_parallel(job, model_ranks, most_ranks, quick_ranks)
+    data = _data_parallel(job, model_ranks, most_ranks, free, quick_ranks)
     sizes = _sizes(job, mock_data)
     layers = {} if all_layers or _names_layers(flags, job) else _fewer_layers(job)
     micro_batches = largest_batch(job) // (job.micro_batch_size * job.data_parallel_size)
@@ -124,17 +127,28 @@ def shrink(
     return Rehearsal(kept, model_ranks * data, data, changes, [flag for flag in LEFT_OUT if flag in given])
 
 
-def _data_parallel(job: Namespace, model_ranks: int, most_ranks: int, quick_ranks: int) -> int:
+def _data_parallel(job: Namespace, model_ranks: int, asked: int | None, free: Room, quick_ranks: int) -> int:
     """Two replicas, so that they communicate, or what expert parallelism needs; one if two are too many."""
     experts = job.expert_model_parallel_size * (job.expert_tensor_parallel_size or 1)
     sharing = job.tensor_model_parallel_size * job.context_parallel_size
     least = math.lcm(experts, sharing) // sharing
-    if model_ranks * least > most_ranks:
-        raise UserError(
-            f"rehearse: one replica of the layout has {model_ranks * least} ranks, and {most_ranks} fit in the free "
-            "memory of this machine; take a larger one, or give --ranks if you know better"
-        )
-    return 2 if least == 1 and job.data_parallel_size > 1 and 2 * model_ranks <= min(most_ranks, quick_ranks) else least
+    replica, most = model_ranks * least, asked or free.ranks
+    if replica > most:
+        given = f"--ranks {asked}" if asked else "rehearse"
+        here = "" if asked else f": {needs(replica)} of memory, and {free} here"
+        remedy = f"--ranks {replica} starts it" + (" all the same" if replica > free.ranks else "")
+        raise UserError(f"{given}: one replica of the layout has {replica} ranks{here}; "
+                        f"{_smaller(job, replica, most)}, or take a larger machine; {remedy}")  # fmt: skip
+    return 2 if least == 1 and job.data_parallel_size > 1 and 2 * model_ranks <= min(most, quick_ranks) else least
+
+
+def _smaller(job: Namespace, replica: int, most: int) -> str:
+    """The remedy for a replica of too many ranks: fewer stages keep all kinds of them, a first, middle and last one."""
+    stages = job.pipeline_model_parallel_size
+    fewer = [n for n in range(3, stages) if stages % n == 0 and replica // stages * n <= most]
+    if fewer and not job.pipeline_model_parallel_layout:
+        return f"give the command --pipeline-model-parallel-size {fewer[-1]} here"
+    return "give the command fewer pipeline stages, or a smaller --tensor-model-parallel-size, here"
 
 
 def _sizes(job: Namespace, mock_data: bool) -> dict[str, int | str]:
