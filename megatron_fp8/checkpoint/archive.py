@@ -37,12 +37,13 @@ class Archive:
     def engine_state(self, engine: EngineOptimizer, model: dict, is_loading: bool, metadata: dict | None) -> dict:
         """The engine's state dict, in the form for every layout and level, or in the compact form (state.py)."""
         found = (metadata or {}).get(CONTENTS)
+        frozen = [weight for owned in engine.sets for weight in owned.frozen if weight.expert is not None]
         if found is None:  # a stock checkpoint: the same names, without our other entries
-            return {"state": sharded_engine_state(engine.buckets, model, is_loading)}
+            return {"state": sharded_engine_state(engine.buckets, model, is_loading, frozen)}
         if found["compact"]:
             state: dict = {"state": sharded_compact_state(engine.buckets, any(owned.frozen for owned in engine.sets))}
         else:
-            state = {"state": sharded_engine_state(engine.buckets, model, is_loading)}
+            state = {"state": sharded_engine_state(engine.buckets, model, is_loading, frozen)}
         weights = [weight for owned in engine.sets for weight in owned.weights]
         # If no step was made since loading, the scales are still the earlier run's; leave `scaled_for` empty.
         warm = all(owned.scaling is None or owned.scaling.warm for owned in engine.sets)

@@ -24,7 +24,7 @@ only for those.  A weight that stays in BF16 has zeros there.  So a run with oth
 zeros for each weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.dist_checkpointing import load_content_metadata
@@ -37,6 +37,7 @@ from ..engine.owned_weight import OwnedWeight
 from ..errors import UserError
 from ..flags.config import Fp8Config
 from ..numerics.scaling import DelayedScaling
+from ..ranks import gathered
 from .stock_state import FORM, RESHARDABLE
 
 CONTENTS, VERSION = "megatron_fp8", 1
@@ -156,14 +157,25 @@ def contents_of(common: dict | None) -> dict:
     return (load_content_metadata(preloaded_state_dict=common) or {}) if common else {}
 
 
-def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loading: bool) -> dict:
-    """What to save, or to load into: {state name: {index of the weight: sharded FP32 tensor on the host}}."""
+def sharded_engine_state(
+    buckets: list[Bucket], model_sharded_state_dict, is_loading: bool, frozen: Sequence[OwnedWeight] = ()
+) -> dict:
+    """What to save, or to load into: {state name: {index of the weight: sharded FP32 tensor on the host}}.
+
+    frozen: experts that a script has frozen. A layer's experts are one tensor, which may have no hole: if others are
+    trained, on any rank, a frozen one's weight stands for its master, and zeros for its moments. Nothing reads them.
+    """
     sharded = {
         id(entry.data): entry
         for entry in nested_values(model_sharded_state_dict)
         if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
     state: dict[str, dict[int, ShardedTensor]] = {name: {} for name in STATES}
+
+    def like(weight: OwnedWeight) -> ShardedTensor | ShardedTensorFactory:
+        (entry,) = (sharded[id(copy)] for copy in weight.in_model_state() if id(copy) in sharded)
+        return entry
+
     index = 0
     for bucket in buckets:
         # On the host, one state at a time: the whole state need not fit the device.
@@ -172,12 +184,23 @@ def sharded_engine_state(buckets: list[Bucket], model_sharded_state_dict, is_loa
             for name, held in STATES.items()
         }
         for weight, start, end in bucket.spans:
-            (like,) = (sharded[id(copy)] for copy in weight.in_model_state() if id(copy) in sharded)
             for name in STATES:
                 tensor = host[name][start:end].view(weight.param.shape)
-                state[name][index] = make_sharded_optimizer_tensor(like, tensor, prefix=f"optimizer.state.{name}")
+                state[name][index] = _state(name, like(weight), tensor)
             index += 1
+    mine = {like(weight).key for bucket in buckets for weight in bucket.weights if weight.expert is not None}
+    trained = {key for others in gathered(mine) for key in others}
+    for weight in (weight for weight in frozen if like(weight).key in trained):
+        values = weight.dense().detach().float().cpu()
+        for name in STATES:
+            state[name][index] = _state(name, like(weight), values if name == "param" else torch.zeros_like(values))
+        index += 1
     return state
+
+
+def _state(name: str, like: ShardedTensor | ShardedTensorFactory, tensor: torch.Tensor):
+    """A weight's state, with the sharding of `like`, the model's weight."""
+    return make_sharded_optimizer_tensor(like, tensor, prefix=f"optimizer.state.{name}")
 
 
 def load_engine_state(buckets: list[Bucket], state: dict) -> None:

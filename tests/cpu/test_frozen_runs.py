@@ -239,6 +239,29 @@ def test_a_resumed_run_has_the_same_losses(base, flags, tmp_path):
     assert resumed.losses[0] == whole.losses[2]  # stock logs the mean of the first two losses next
 
 
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none --fp8-experts"
+
+
+@pytest.mark.parametrize(
+    ("level", "nproc", "layout"),
+    [
+        ("O3 --moe-grouped-gemm", 2, "--expert-model-parallel-size 2"),
+        pytest.param("O2", 1, "", marks=slow),
+        pytest.param("O3", 4, "--expert-model-parallel-size 4", marks=slow),  # a rank with one expert, and that frozen
+    ],
+)
+def test_experts_of_which_some_are_frozen_go_on(level, nproc, layout, tmp_path):
+    """A layer's experts are one tensor in a checkpoint: it had a hole, and the first save ended in a traceback."""
+    flags = [*f"{EXPERTS} {layout} --moe-token-dispatcher-type alltoall --train-iters 4".split()]
+    flags += ["--use-distributed-optimizer", "--micro-batch-size", "2"]
+    base = "expert" if nproc < 4 else "first-rank"
+    whole = train(base, *level.split(), *flags, "--save", str(tmp_path), "--save-interval", "2", nproc=nproc)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(base, *level.split(), *flags, "--load", str(tmp_path), nproc=nproc)
+    assert resumed.losses[0] == whole.losses[2] and resumed.grad_norms == whole.grad_norms[2:]
+    assert len(resumed.losses) == 2
+
+
 @slow
 def test_a_checkpoint_of_a_frozen_base_loads_as_any(tmp_path):
     """It has the weights in BF16, and nothing else of what is frozen."""

@@ -3,6 +3,8 @@
 BASE     all         the whole model is frozen, and each linear has an adapter
          part        the first layer's linear_proj and linear_fc1 are frozen and have adapters; the rest is trained
          bare        the whole model is frozen but its embedding and head, without adapters
+         expert      each rank's first expert is frozen, without adapters
+         first-rank  rank 0's first expert is
 
 ADAPTED  another script than pretrain_gpt_fp8.py
 
@@ -39,6 +41,11 @@ built: list[GPTModel] = []
 
 def freeze(model: GPTModel) -> None:
     names = [(name, module) for name, module in owners(model)]
+    if BASE in ("expert", "first-rank"):
+        here = BASE == "expert" or torch.distributed.get_rank() == 0
+        for module in (module for name, module in names if here and ".local_experts.0." in name):
+            module.weight.requires_grad = False
+        return
     if BASE == "part":
         wanted = "decoder.layers.0.self_attention.linear_proj", "decoder.layers.0.mlp.linear_fc1"
         names = [(name, module) for name, module in names if name in wanted]
