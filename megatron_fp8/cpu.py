@@ -4,9 +4,9 @@ Megatron-LM has no CPU mode: it asserts that CUDA is available, creates its tens
 state and compares `tensor.type()` with "torch.cuda.FloatTensor". Its computations would run on a CPU all the same. So
 this module does not change Megatron's code. While it is installed, it changes the meaning of "cuda" in the process:
 
-  1. `_CudaIsCpu`, a TorchFunctionMode, sees every call into torch. It turns a CUDA device (a string, a torch.device or
-     an integer) into the CPU, `tensor.cuda()` into the tensor itself, and `tensor.type()` into the name that the tensor
-     would have on a GPU.
+  1. What takes a device takes a CUDA device (a string, a torch.device or an integer) as the CPU: torch's functions that
+     make tensors, and `tensor.to()`. `tensor.cuda()` is the tensor itself, and `tensor.type()` the name that the tensor
+     would have on a GPU. A TorchFunctionMode would see every call into torch, and take a fifth of a small run's time.
   2. Attributes of `torch.cuda` that need a driver are replaced: there is one device, which is always idle; streams and
      events do nothing; memory figures are zero; and both devices share one random generator, the CPU's. A data loader's
      iterator draws a seed for its workers from the CPU's generator, which on a GPU is not dropout's. So the generator's
@@ -18,8 +18,8 @@ this module does not change Megatron's code. While it is installed, it changes t
 Communication goes through gloo (`adapt_args`). gloo has every collective that Megatron's GPT uses, except for gathering
 tensors of unequal sizes, such as the experts' tokens. These are broadcast one by one, as NCCL does.
 
-Limits: a missing stream wait cannot be found here; memory is not measured; `torch.cuda.is_available()` is True for all
-code in the process (use `needed()` instead); and the mode covers only the thread that installed it.
+Limits: a missing stream wait cannot be found here; memory is not measured; and `torch.cuda.is_available()` is True for
+all code in the process (use `needed()` instead).
 """
 
 import atexit
@@ -34,14 +34,18 @@ from typing import Any
 
 import torch
 import torch._dynamo  # it inspects torch.cuda at its first import, which must see the real one
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .rebind import Hook, Rebound, When
 
 _GPU_PRESENT = torch.cuda.is_available()  # asked before anything is replaced
 _CPU = torch.device("cpu")
-_mode: TorchFunctionMode | None = None
+_MAKERS = """arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like linspace logspace
+normal ones ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor
+sparse_coo_tensor tensor tril_indices triu_indices zeros zeros_like""".split()
+_NEW = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()  # methods of a tensor
+_installed = False
 _rebound = Rebound()
 _ON_CPU = When("on a machine without a GPU", lambda run: needed())
 HOOKS = (  # rows of the table of hooks
@@ -74,14 +78,13 @@ def install() -> None:
 
     Idempotent. Megatron decorates functions with torch.compile as it is imported, hence the order.
     """
-    global _mode
-    if _mode is not None:
+    global _installed
+    if _installed:
         return
+    _installed = True
     for owner, substitutes in _substitutes():
         for name, value in substitutes.items():
             _rebound.replace(owner, name, value)
-    _mode = _CudaIsCpu()
-    _mode.__enter__()
     atexit.register(_leave_groups)
 
     for hook in HOOKS:
@@ -90,10 +93,9 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo `install` and `skip_dataset_compile`, in reverse order. Does nothing if neither was called."""
-    global _mode
-    if _mode is not None:
-        _mode.__exit__(None, None, None)
-        _mode = None
+    global _installed
+    if _installed:
+        _installed = False
         atexit.unregister(_leave_groups)
     _rebound.put_back()
 
@@ -136,34 +138,44 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-class _CudaIsCpu(TorchFunctionMode):
-    """Redirects CUDA devices in the arguments of torch functions to the CPU."""
+def _on_cpu(stock: Callable) -> Callable:
+    """`stock`, which makes a tensor, on the CPU if a GPU is asked for; no memory is pinned, which needs a GPU."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        # A step makes some ten thousand calls, including reads of attributes. Nearly all return here.
-        if not kwargs and func not in _LOOKED_AT:
-            return func(*args)
-        kwargs = kwargs or {}
-        kwargs.pop("pin_memory", None)  # pinning memory needs a GPU
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.autograd.backward and isinstance(kwargs["grad_tensors"], tuple):
-            # Megatron calls this for recomputed activations. torch has left this mode to call this method, and
-            # autograd's callbacks would run outside it. So enter it again, and do what torch.autograd.backward does.
-            run = torch.autograd.Variable._execution_engine.run_backward
-            options = {"allow_unreachable": True, "accumulate_grad": True}
-            with self:
-                return run(args[0], kwargs["grad_tensors"], False, False, (), **options)
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
+    @functools.wraps(stock)
+    def make(*args, **kwargs):
+        if kwargs:
+            kwargs.pop("pin_memory", None)
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+        return stock(*args, **kwargs)
+
+    return make
+
+
+def _methods() -> dict[str, Callable]:
+    """{name of a tensor's method: what stands for it}"""
+    stock_to, stock_type = torch.Tensor.to, torch.Tensor.type
+
+    @functools.wraps(stock_to)
+    def to(tensor, *args, **kwargs):
+        if args and _is_cuda(args[0]):
+            args = (_CPU, *args[1:])
         elif _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
-        return func(*args, **kwargs)
+        return stock_to(tensor, *args, **kwargs)
 
+    @functools.wraps(stock_type)
+    def type_(tensor, *args, **kwargs):
+        found = stock_type(tensor, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
 
-_LOOKED_AT = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})  # they matter even without keywords
+    return {
+        **{name: _on_cpu(getattr(torch.Tensor, name)) for name in _NEW},
+        "to": to,
+        "type": type_,
+        "cuda": lambda tensor, *args, **kwargs: tensor,
+        "pin_memory": lambda tensor, *args, **kwargs: tensor,
+    }
 
 
 def _nothing(*args, **kwargs) -> None:
@@ -264,13 +276,16 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
     def set_rng_state(state, *args, **kwargs):
         generator.set_state(state)
 
-    stock_init = _BaseDataLoaderIter.__init__
+    stock_init, stock_context = _BaseDataLoaderIter.__init__, DeviceContext.__init__
 
     def make_loader_iterator(self, loader):
         # On a GPU this does not advance dropout's generator; see the top of the file.
         state = generator.get_state()
         stock_init(self, loader)
         generator.set_state(state)
+
+    def begin_context(self, device):  # with torch.device(...): ...
+        stock_context(self, _CPU if _is_cuda(device) else device)
 
     cuda = {
         # one device, always idle
@@ -316,8 +331,10 @@ def _substitutes() -> list[tuple[Any, dict[str, Any]]]:
         (torch.cuda, cuda),
         (torch.cuda.random, {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}),
         (torch, {"compile": lambda model=None, **kwargs: model if model is not None else lambda f: f}),
+        (torch, {name: _on_cpu(getattr(torch, name)) for name in _MAKERS}),
         (torch.accelerator, accelerator),
-        (torch.Tensor, {"pin_memory": lambda tensor, *args, **kwargs: tensor}),
+        (torch.Tensor, _methods()),
+        (DeviceContext, {"__init__": begin_context}),
         (_BaseDataLoaderIter, {"__init__": make_loader_iterator}),
         (torch.distributed, {"all_gather": _gathering_any_sizes(torch.distributed.all_gather)}),
     ]

@@ -1,5 +1,6 @@
 """cpu.py: "cuda" means the CPU while it is installed, and everything is restored afterwards."""
 
+import re
 from argparse import Namespace
 
 import pytest
@@ -21,10 +22,36 @@ def test_every_name_of_a_gpu_means_the_cpu(installed, device):
     made = torch.ones(3, device=device)
     moved = torch.arange(3).to(device)
     moved_by_name = torch.arange(3).to(device=device, dtype=torch.bfloat16)
-    for tensor in (made, moved, moved_by_name, torch.zeros_like(made, device=device), made.cuda()):
+    with torch.device(device):
+        made_there = torch.ones(3)
+    for tensor in (made, made_there, moved, moved_by_name, torch.zeros_like(made, device=device), made.cuda()):
         assert tensor.device.type == "cpu"
     assert moved_by_name.dtype == torch.bfloat16
     assert torch.nn.Linear(2, 2).cuda()(made[:2]).device.type == "cpu"
+
+
+def that_take_a_device(owner) -> set[str]:
+    """Names of its functions, as torch's descriptions say it: they have no signatures."""
+    functions = {name: getattr(owner, name) for name in dir(owner) if not isinstance(getattr(owner, name), type)}
+    return {name for name, found in functions.items() if "device (:class:`torch.device`" in str(found.__doc__)}
+
+
+def test_all_that_make_a_tensor_are_known():
+    """But for windows of signals, sparse forms and files."""
+    left = {name for name in dir(torch) if re.fullmatch(r"\w+_window|sparse_\w+|from_file", name)}
+    makers = that_take_a_device(torch) - left
+    assert len(makers) > 20 and makers <= set(cpu._MAKERS)
+    assert that_take_a_device(torch.Tensor) - {"cuda", "ipu", "mtia", "xpu"} <= set(cpu._NEW)
+
+
+@pytest.mark.parametrize("name", cpu._NEW)
+def test_a_tensors_methods_make_one_on_the_cpu(installed, name):
+    given = {"new_empty_strided": ((2,), (1,)), "new_full": ((2,), 1.0), "new_tensor": ([1.0, 2.0],)}.get(name, ((2,),))
+    assert getattr(torch.ones(1), name)(*given, device="cuda").device.type == "cpu"
+
+
+def test_memory_is_not_pinned(installed):
+    assert torch.zeros(2, pin_memory=True).pin_memory().tolist() == [0, 0]
 
 
 def test_type_names_are_those_of_a_gpu(installed):

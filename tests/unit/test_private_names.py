@@ -27,7 +27,6 @@ TORCH = {  # name: what needs it
     "torch._foreach_sub_": "--fp8-log-update-norm",
     "torch._fused_sdp_choice": "context parallelism: which of SDPA's kernels takes these shapes",
     "torch._scaled_mm": "--fp8-gemm-backend torch, and the fallback without cuBLASLt",
-    "torch.autograd.Variable._execution_engine": "cpu.py: backward passes on one thread",
     "torch.distributed.distributed_c10d._get_default_store": "a failed save: one rank's line reaches the others",
     "torch.nn.modules.module._has_any_global_hook": "a linear: whether hooks may see or change its input",
     "torch.ops.aten._flash_attention_backward": "context parallelism with packed documents",
@@ -36,6 +35,7 @@ TORCH = {  # name: what needs it
     "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": "context parallelism",
     "torch.ops.aten._scaled_dot_product_flash_attention": "context parallelism",
     "torch.ops.aten._scaled_dot_product_flash_attention_backward": "context parallelism",
+    "torch.utils._device": "cpu.py: `with torch.device(...)`",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "cpu.py: a data loader draws nothing from dropout's generator",
 }
 LOOKED_FOR = {"torch._C._cuda_setRNGState"}  # which torch has it or not: cpu.py asks
