@@ -68,6 +68,7 @@ def _environment():
     before = dict(os.environ)
     _read_help_once()
     yield
+    before["PYTEST_CURRENT_TEST"] = os.environ["PYTEST_CURRENT_TEST"]  # pytest's, another at a test's end
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
@@ -133,7 +134,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
     reason = _why_no_fp8_gpu()
-    if reason:  # one of each file says so: to skip each of 2,100 tests takes five seconds
+    if reason:
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.config.disable = True  # a CPU's compiler takes 20 seconds, and the functions are Megatron's
+        # One of each file says so: to skip each of 2,100 tests takes five seconds.
         gpu = {item for item in items if item.get_closest_marker("gpu")}
         of_file = Counter(item.path for item in gpu)
         for item in items:
