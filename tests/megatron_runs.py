@@ -35,6 +35,16 @@ TINY_GPT = (
 # The first steps of that run, where more would show nothing new: its loss falls by 0.35, of ten steps' 0.54.
 SIX_STEPS = "--train-iters 6 --lr-decay-iters 10".split()
 
+# Begins a forked script that imports this package anew, as a cold process does: the one of the warm process is undone.
+ANEW = """
+import sys
+from megatron_fp8 import cpu
+from megatron_fp8.tools.rehearsal import ranks
+ranks.hooked.put_back(); cpu.uninstall()
+for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_fp8"]: del sys.modules[name]
+del cpu, ranks
+"""
+
 
 def script_path() -> str:
     """PYTHONPATH for a script of tests/scripts: beside what there is, this checkout and its tools."""

@@ -9,8 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launch import ROOT
-from megatron_runs import TINY_GPT
+from launch import ROOT, forked
+from megatron_runs import ANEW, TINY_GPT
 
 PAGE = ROOT / "CONTRIBUTING.md"
 SECTIONS = "Add a GEMM backend", "Add an observer", "Add a hook"
@@ -57,30 +57,26 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
-def run(folder: Path, *command: str) -> str:
-    """What a Python command prints, in the copy and of the copy, without a GPU."""
-    env = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", "RANK": "0", "WORLD_SIZE": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
-    done = subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.slow  # the page's test of the backend; the other one trains with it
 def test_the_backends_test_passes(copy):
     """And it is a test: the reference is not the same to the bit."""
-    said = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_decoded.py")
-    assert "1 passed" in said
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/test_decoded.py"]
+    env = {**os.environ, "PYTHONPATH": str(copy), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_it_trains_with_the_backend_the_observer_and_the_hook(copy):
     """One process at O3: the backend multiplies all that is FP8, the observer names a linear each step, and the hook is
     there in the first."""
-    count = "import atexit, megatron_fp8.gemm.decoded as d; made = []; stock = d.Decoded.product\n"
+    count = f"{ANEW}import os; os.chdir({str(copy)!r})\n"
+    count += "import atexit, megatron_fp8.gemm.decoded as d; made = []; stock = d.Decoded.product\n"
     count += "d.Decoded.product = lambda *given: made.append(0) or stock(*given)\n"
     count += "atexit.register(lambda: print('products', len(made)))\n"
     count += "import runpy; runpy.run_path('pretrain_gpt_fp8.py', run_name='__main__')"
-    said = run(copy, "-c", count, *TINY_GPT, *FEW)
+    (copy / "counted.py").write_text(count)
+    env = {"PYTHONPATH": str(copy), "CUDA_VISIBLE_DEVICES": ""}
+    said = "\n".join(forked(1, [str(copy / "counted.py"), *TINY_GPT, *FEW], copy / "log", timeout=300, env=env))
     assert len(re.findall(r"^\[fp8\] iteration [123]: largest input [\d.e+-]+ decoder\.layers\.", said, re.M)) == 3
     products = 8 * 3 * 3  # linears, products, steps
     assert int(re.search(r"products (\d+)", said)[1]) == products

@@ -1,16 +1,12 @@
 """install(), enable() and uninstall(): once, reversible, and loud about a Megatron it does not know."""
 
-import os
-import subprocess
-import sys
-
 import pytest
-from launch import ROOT, RunFailed, forked
+from launch import RunFailed, forked
+from megatron_runs import ANEW
 
 from megatron_fp8.flags.checks import check_device, check_megatron_version
 
 HOOKS = """
-import sys
 import megatron_fp8.cpu as cpu
 cpu.install()
 import megatron.core.package_info, megatron.training.arguments as arguments, megatron.core.datasets.utils as utils
@@ -22,10 +18,10 @@ from megatron_fp8 import parsed_runs, plugin, run as of_run
 
 @pytest.fixture
 def run(tmp_path):
-    """run(body): in a process of its own; hooks are global."""
+    """run(body): in a process of its own; hooks are global. before: what it does first."""
 
-    def run(body: str) -> None:
-        (tmp_path / "hooks.py").write_text(HOOKS.format(body=body))
+    def run(body: str, before: str = "import sys") -> None:
+        (tmp_path / "hooks.py").write_text(before + HOOKS.format(body=body))
         forked(1, [str(tmp_path / "hooks.py")], tmp_path / "log", timeout=250, env={"CUDA_VISIBLE_DEVICES": ""})
 
     return run
@@ -43,20 +39,17 @@ def said_by(run):
     return said_by
 
 
-def test_importing_patches_nothing_installing_twice_hooks_once_and_uninstalling_puts_everything_back():
-    body = (
+def test_importing_patches_nothing_installing_twice_hooks_once_and_uninstalling_puts_everything_back(run):
+    run(
         "assert (arguments.parse_args, utils.compile_helpers) == originals\n"
         "plugin.install(); first = arguments.parse_args; plugin.install()\n"
         "assert arguments.parse_args is first and first is not originals[0]\n"
         "plugin.uninstall()\n"
         "assert (arguments.parse_args, utils.compile_helpers) == originals\n"
         "assert __import__('torch').cuda.is_available() is False\n"
-        "plugin.uninstall(); plugin.install(); assert arguments.parse_args is not originals[0]\n"
+        "plugin.uninstall(); plugin.install(); assert arguments.parse_args is not originals[0]\n",
+        before=ANEW,
     )
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    code = HOOKS.format(body=body)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=env)
-    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_a_later_run_says_again_that_data_have_no_answer(run):
