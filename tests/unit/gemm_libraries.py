@@ -30,7 +30,7 @@ class Clock:
     now, heat, costs = 0.0, 0.0, {}
 
     def ran(self, what):
-        self.heat += 0.002
+        self.heat += 0.01
         self.now += self.costs.get(what, 1.0) * (1 + self.heat)
 
 
@@ -190,6 +190,7 @@ def timed(lib, monkeypatch, tmp_path):
     """torch.cuda's events read the clock, and a folder is there for the results of a search."""
     monkeypatch.setenv("MEGATRON_FP8_CACHE", str(tmp_path))
     monkeypatch.setattr(timing, "FLUSH", 1024)
+    monkeypatch.setattr(timing, "LOAD_MS", 30.0)
     monkeypatch.setattr(timing, "DEVICE", "cpu")
     for name, stand_in in {
         "Event": Event,
