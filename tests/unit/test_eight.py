@@ -200,3 +200,21 @@ def test_a_small_run(tmp_path, monkeypatch, capsys):
     arm = eight.arm_of("tiny:O3:2")
     (found,) = eight.merged([eight.settings(arm, 2, extra=["--vocab-size", "1000"])], known)
     assert found["ms"] == rows[0]["ms"] and found["te"] == "none"
+
+
+@pytest.mark.parametrize(("shape", "system", "bound", "error"), [
+    ("deepseek-v2-lite", "O3-experts-grouped", "host", 0.010),  # which set the host's time
+    ("deepseek-v2-lite", "O3-experts-graph", "gpu", -0.164),
+    ("qwen3-30b-a3b", "O3-experts-grouped", "host", -0.148),
+])  # fmt: skip
+def test_whole_models_as_measured(shape, system, bound, error):
+    """Rows of eight.csv, at a micro-batch of 4,096 tokens: the step, and memory within 1.5 %."""
+    on = hardware.load("h200")
+    rows = eight.known_rows(str(ROOT / "benchmarks/results/eight.csv"), on)
+    (row,) = (row for row in rows if (row["shape"].split()[0], row["system"]) == (shape, system))
+    found = eight.predicted(row, on)
+    assert found is not None
+    assert found.ms == getattr(found, f"{bound}_ms")
+    assert found.ms / float(row["ms"]) - 1 == pytest.approx(error, abs=0.001)
+    assert found.held == pytest.approx(float(row["gb"]) * 1e3 * MIB, rel=0.002)
+    assert found.peak == pytest.approx(float(row["gb_peak"]) * 1e3 * MIB, rel=0.015)

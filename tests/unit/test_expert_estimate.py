@@ -30,10 +30,11 @@ from megatron_fp8.tools.perf.workload import Workload
 H200 = hardware.load("h200")
 QWEN = (  # train_step.py's shape qwen3-moe: four layers of Qwen3-30B-A3B
     "--num-layers 4 --hidden-size 2048 --num-attention-heads 32 --kv-channels 128 --group-query-attention "
-    "--num-query-groups 4 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-    "--ffn-hidden-size 6144 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --vocab-size 151935 "
-    "--untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096 --hidden-dropout 0 "
-    "--micro-batch-size 2 --global-batch-size 4 --bf16 --use-distributed-optimizer --moe-token-dispatcher-type alltoall"
+    "--num-query-groups 4 --qk-layernorm --swiglu --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --ffn-hidden-size 6144 --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 "
+    "--vocab-size 151935 --untie-embeddings-and-output-weights --seq-length 4096 --max-position-embeddings 4096 "
+    "--hidden-dropout 0 --micro-batch-size 2 --global-batch-size 4 --bf16 --use-distributed-optimizer "
+    "--moe-token-dispatcher-type alltoall"
 )
 TOGETHER = "--moe-grouped-gemm --fp8-level O3 --fp8-experts"
 
@@ -112,15 +113,17 @@ def test_passes_of_routed_rows():
     once, twice = (memory_bound.layer(replace(w, topk=k), H200, moe=True) for k in (8, 16))
     assert twice["permutation"] == pytest.approx(2 * once["permutation"])
     assert once["activation"] < twice["activation"] < 2 * once["activation"]  # the padding stays
-    fused = memory_bound.layer(replace(w, permute_fused=True), H200, moe=True)["permutation"]
-    assert fused < 0.5 * once["permutation"]
+    others = {"permute_fused": True}, {"dispatcher": "allgather"}
+    fused, sent = (memory_bound.layer(replace(w, **other), H200, moe=True)["permutation"] for other in others)
+    assert once["permutation"] < fused < 0.5 * sent  # in the casts, by Transformer Engine, by torch
     dense = memory_bound.layer(w, H200)
     assert set(once) - set(dense) == {"permutation"} and once["norm"] == dense["norm"]
 
 
 @pytest.mark.parametrize("system, name", [("O3", "O3-experts-grouped"), ("te", "te-tensorwise-experts")])
 def test_four_layers_as_measured(system, name):
-    """train_step_experts.csv: memory; at O3 the step, and the GPU's work; the other's scaling is not the estimate's."""
+    """train_step_experts.csv: memory and products. At O3 later commits have other steps; the other's scaling is not the
+    estimate's."""
     with (ROOT / "benchmarks/results/train_step_experts.csv").open(newline="") as file:
         wanted = {"gpu": "NVIDIA H200", "commit": "300f155", "shape": "qwen3-moe", "system": name}
         (row,) = (row for row in csv.DictReader(file) if wanted.items() <= row.items())
@@ -128,31 +131,21 @@ def test_four_layers_as_measured(system, name):
     thousand_mib = 2**20 / 1e6
     assert found.held == pytest.approx(float(row["gb"]) * thousand_mib, rel=0.01)
     assert found.peak == pytest.approx(float(row["gb_peak"]) * thousand_mib, rel=0.02)
-    if system == "O3":
-        assert found.ms == found.host_ms == pytest.approx(float(row["ms"]), rel=0.05)
-        assert found.gpu_ms - found.parts["gaps"] == pytest.approx(float(row["profile_busy"]), rel=0.1)
     products = sum(ms for kind, ms in json.loads(row["profile_ms"]).items() if kind.startswith("FP8 GEMM"))
     assert found.parts["linears"] + found.parts["experts"] == pytest.approx(products, rel=0.06)
 
 
-@pytest.mark.parametrize(("commit", "name", "shape", "flags", "error"), [
-    ("c663ae2", "h100-80gb-sxm", "qwen3-moe", QWEN, 0.050),
-    ("c663ae2", "h100-80gb-sxm", "deepseek-moe", DEEPSEEK, 0.120),
-    ("fc009bd", "h200", "qwen3-moe", QWEN, -0.108),  # later, with fewer passes than the estimate's; the CPU limits it
-    ("fc009bd", "h200", "deepseek-moe", DEEPSEEK, 0.069),
-    ("87ba6a2", "h200", "qwen3-moe", QWEN, 0.200),  # the CPU does not
-    ("87ba6a2", "h200", "deepseek-moe", DEEPSEEK, 0.189),
-])  # fmt: skip
-def test_whole_step_graphs_as_measured(commit, name, shape, flags, error):
-    """No row of these set a number. error: how much longer the estimate is."""
+@pytest.mark.parametrize(("shape", "flags", "error"), [("qwen3-moe", QWEN, 0.067), ("deepseek-moe", DEEPSEEK, 0.038)])
+def test_whole_step_graphs_as_measured(shape, flags, error):
+    """These rows set bytes of passes. error: how much longer the estimate is."""
     with (ROOT / "benchmarks/results/train_step_experts.csv").open(newline="") as file:
-        wanted = {"commit": commit, "shape": shape, "system": "O3-experts-graph"}
+        wanted = {"commit": "87ba6a2", "shape": shape, "system": "O3-experts-graph"}
         (row,) = (row for row in csv.DictReader(file) if wanted.items() <= row.items())
-    on = hardware.load(name)
     graph, plain = (
-        estimate(job_flags.workload(job_flags.parse(f"{flags} {TOGETHER} {more}".split()), 1), on)
+        estimate(job_flags.workload(job_flags.parse(f"{flags} {TOGETHER} {more}".split()), 1), H200)
         for more in ("--cuda-graph-impl full_iteration", "")
     )
+    assert graph.gpu_ms - graph.parts["gaps"] == pytest.approx(float(row["profile_busy"]), rel=0.015)
     assert graph.ms == graph.gpu_ms < plain.host_ms == plain.ms and graph.host_ms == 0
     assert graph.ms / float(row["ms"]) - 1 == pytest.approx(error, abs=0.001)
     thousand_mib = 2**20 / 1e6

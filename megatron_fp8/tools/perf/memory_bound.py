@@ -2,13 +2,18 @@
 
 from .hardware import Hardware
 from .systems import (
+    CAST_ACTIVATION,
     FP8_HEAD,
+    LATENT_ROPE,
     PERMUTE,
     PERMUTE_FUSED,
+    PERMUTE_HERE,
+    QK_NORM,
     REJOIN,
     RESIDUAL_IN_GEMM,
     ROUTED_ACTIVATION,
     STOCK_STATE,
+    UNFUSED_ROPE,
     UNREPAIRED_SPLIT,
 )
 from .workload import Workload
@@ -32,12 +37,16 @@ def layer(w: Workload, hardware: Hardware, moe: bool = False) -> dict[str, float
         split = UNREPAIRED_SPLIT
     in_gemm = system.ours and w.fp8 and tensor == 1 and not w.dropout
     residual = RESIDUAL_IN_GEMM if in_gemm else system.residual
-    rope = job.position_embedding_type == "rope"
+    rope, normed = system.rope * (job.position_embedding_type == "rope"), system.norm * _of_qk_norms(w)
+    if system.level and job.multi_latent_attention:
+        rope *= LATENT_ROPE / system.rope
+    elif system.level and job.qk_layernorm:
+        rope, normed = rope * UNFUSED_ROPE / system.rope, QK_NORM * _of_qk_norms(w)
     moved = {
-        "norm": system.norm * (2 * hidden + _of_qk_norms(w)),
+        "norm": system.norm * 2 * hidden + normed,
         "cast": system.cast * cast * w.fp8,
         "activation": system.activation * (0.6 * fc1 + 0.4 * ffn),
-        "rotary, QKV": split * qkv + system.rope * (w.query_channels + w.key_channels) / tensor * rope,
+        "rotary, QKV": split * qkv + rope * (w.query_channels + w.key_channels) / tensor,
         "residual adds": residual * 2 * hidden,
     }
     weights = sum(rows * columns for rows, columns, _ in job.layer(moe)) / tensor
@@ -63,15 +72,19 @@ def _routed(w: Workload) -> dict[str, float]:
     (fc1, _), (_, ffn) = job.expert
     weights = job.local_experts * (fc1 * h + h * ffn)
     rows, ours = w.padded_rows, w.system.level is not None
-    cast = w.system.cast * rows * (2 * h + fc1 + ffn) * w.experts_fp8
+    joined = ours and w.together and job.swiglu  # the activation function is a part of the casts
+    cast = w.system.cast * rows * (2 * h + (fc1 + ffn) * (not joined)) * w.experts_fp8
     permute = (PERMUTE_FUSED if w.permute_fused else PERMUTE) + REJOIN * (ours or not w.together)
+    here = w.dispatcher == "alltoall" and job.expert_ranks == 1 and not w.permute_fused
+    if ours and w.together and here:
+        permute = PERMUTE_HERE
     if job.expert_model_parallel_size > 1 and job.local_experts > 1 and w.dispatcher == "alltoall":
         permute += 16  # from the order of ranks to that of experts and back, forward and backward
     in_fp8 = (w.cells() or {}).get("grad_accum") == "fp8"
     return {
         "cast": cast + _of_a_weight(w) * weights * (w.experts_owned or not ours),
         "gradient adds": 3 * weights * (w.together and w.experts_owned and in_fp8),  # BF16 to blocks of FP8
-        "activation": ROUTED_ACTIVATION * rows * (0.6 * fc1 + 0.4 * ffn),
+        "activation": (CAST_ACTIVATION if joined else ROUTED_ACTIVATION) * rows * (0.6 * fc1 + 0.4 * ffn),
         "permutation": permute * w.rows * h,
     }
 

@@ -24,6 +24,9 @@ _WORKSPACE = 90e6  # cuBLAS's workspace and small buffers, in every system; 85 t
 _GRAPH_POOL = 70e6  # memory that a CUDA graph adds, in every system measured: 66 MiB or little more
 # The share of the gaps between a layer's kernels that a CUDA graph leaves; fitted to three runs of small micro-batches.
 _GRAPH_GAPS = 1 / 4
+# Milliseconds that a graph's GPU is idle between the kernels of a layer's experts, some 300 small ones a micro-batch:
+# profile_span less profile_busy of two models' four layers (train_step_experts.csv, 87ba6a2).
+_GAPS_OF_EXPERTS = 0.42
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     slowest = max(range(w.pipeline), key=times.__getitem__)
     parts = {kind: m * ms for kind, ms in passing[slowest].items()}
     in_passes = collectives.micro_batches(w, hardware, slowest)
+    with_experts = sum(w.job.of_stage(slowest))
     gaps = w.layers * hardware.layer_gap_ms * (_GRAPH_GAPS if w.graphed else 1)
+    gaps += with_experts * _GAPS_OF_EXPERTS * w.graphed
     waits = sum(of_kind.bare for of_kind in in_passes.values()) / m + gaps  # of each stage, for a micro-batch
     parts["pipeline bubble"] = (sum(times) - times[slowest] + (w.pipeline - 1) * waits) / w.virtual
     counts = sum(w.job.linears(slowest)), sum(w.job.others(slowest)), sum(w.job.experts(slowest))
@@ -106,7 +111,7 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     calls = m * w.layers
     parts = {kind: ms for kind, ms in parts.items() if ms}
     layer = hardware.host_layer_ms * (w.system.tensor_host if w.job.tensor_model_parallel_size > 1 else 1)
-    of_experts = m * sum(w.job.of_stage(slowest)) * _host_of_experts(w) * hardware.host_layer_ms
+    of_experts = m * with_experts * _host_of_experts(w) * hardware.host_layer_ms
     host = 0 if w.graphed else hardware.host_ms + w.system.host + layer * calls + of_experts
     return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
 

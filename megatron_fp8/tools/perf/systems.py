@@ -18,13 +18,18 @@ purely arithmetic bytes.
     other       a parameter of the rank, a step: zeroed gradients, copies
     add         an element of a weight, every micro-batch: its gradient, if a separate pass accumulates it
 
-Routed experts have stock's activation function and permutation in all systems. Bytes are of train_step_experts.csv,
-two shapes on one H200 (profile_ms, above what the dense parts take):
+Bytes of routed experts are of train_step_experts.csv, two shapes on one H200 (profile_ms, above what the dense parts
+take). Ours are of 87ba6a2, all others of 300f155:
 
-    ROUTED_ACTIVATION  as `activation`, for a routed row: probabilities are multiplied in
+    ROUTED_ACTIVATION  as `activation`, for a routed row: probabilities are multiplied in; CAST_ACTIVATION: of ours
+                       together, whose casts it is a part of
     PERMUTE            an element of the routed rows: router, sort, tokens to rows and rows to tokens, both passes, by
-                       torch's functions; fused (--moe-permute-fusion) by Transformer Engine's kernels
+                       torch's functions; fused (--moe-permute-fusion) by Transformer Engine's kernels; here: of ours
+                       together and all on the rank, whose casts gather and whose results are added up
     REJOIN             by arithmetic: rows that are split by expert and joined, or padded and cut again
+
+The same two rows have what our levels leave to torch in attention: UNFUSED_ROPE and QK_NORM, as `rope` and `norm`, with
+norms of q and k between the split and the rotation; LATENT_ROPE, as `rope`, with latent attention.
 
 `host` is not a pass: it is the host's milliseconds in a step above ours (GPT-125M, 185.3 against 135.6 in one call).
 `tensor_host` is the factor by which tensor parallelism lengthens the host's time for a layer: 10.4 against 6.3 ms in
@@ -32,10 +37,10 @@ BF16, 12.5 against 7.9 with Transformer Engine, 13.3 against 6.2 at O3 (docs/per
 host).
 
 HOST_EXPERTS has the host's time for a layer's experts and micro-batch, in parts of a layer's: what it takes however
-few there are on the rank, and for each. Four layers, two micro-batches, on one host (train_step_experts.csv, and
-Transformer Engine's delayed scaling of docs/performance.md; means of two): of 128 experts O3 took 268 ms and
-Transformer Engine 570, of 64 experts with latent attention 229 and 444. So the first number has latent attention's time
-in it. One by one in BF16 128 experts took 1,693 on another, slower host.
+few there are on the rank, and for each. Ours: whole DeepSeek-V2-Lite on an H200 (eight.csv, 95e7bb9); the part for each
+was counted on a CPU. Transformer Engine's: four layers, two micro-batches, delayed scaling (docs/performance.md; means
+of two): 570 ms with 128 experts, 444 with 64 and latent attention. So the first number has latent attention's time in
+it. One by one in BF16 128 experts took 1,693 on another, slower host.
 """
 
 from collections.abc import Mapping
@@ -45,9 +50,10 @@ from ...errors import UserError
 from ...flags.level import CELLS
 from .job import BYTES, STATES
 
-ROUTED_ACTIVATION = 27.0
-PERMUTE, PERMUTE_FUSED, REJOIN = 130.0, 55.0, 8.0
-HOST_EXPERTS = {"one by one": (0.0, 0.25), "te": (6.0, 0.059), "ours": (3.6, 0.0188)}
+ROUTED_ACTIVATION, CAST_ACTIVATION = 27.0, 13.0
+PERMUTE, PERMUTE_FUSED, PERMUTE_HERE, REJOIN = 130.0, 55.0, 14.0, 8.0
+UNFUSED_ROPE, LATENT_ROPE, QK_NORM = 125.0, 84.0, 74.0
+HOST_EXPERTS = {"one by one": (0.0, 0.25), "te": (6.0, 0.059), "ours": (2.8, 0.003)}
 STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer; embeddings and norms have it at our levels too
 
 
