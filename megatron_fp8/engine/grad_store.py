@@ -23,6 +23,7 @@ how it runs: into the store's memory, accumulating there, or into memory of its 
 """
 
 import functools
+import struct
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -31,7 +32,7 @@ from .. import gemm, ops
 from ..comm.reduce import BlockShards, DenseShard
 from ..comm.wire import Stages
 from ..numerics.blocks import BlockScaled, PackedBlocks
-from ..numerics.noise import Seed, noise_seed
+from ..numerics.noise import Seed, SeedBytes
 
 _DENSE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -168,7 +169,7 @@ class GradSink:
     """
 
     def __init__(self, store: GradStore, start: int, shape: torch.Size, identity: tuple[int, ...]):
-        self.store, self.start, self.shape, self.identity = store, start, shape, identity
+        self.store, self.start, self.shape, self._seed_bytes = store, start, shape, SeedBytes(*identity)
         self.place: torch.Tensor | None = None
         self.recorded: RecordedSeeds | None = None
         self.step = self.adds = 0
@@ -201,11 +202,14 @@ class GradSink:
 
     def seed(self) -> Seed:
         """The seed of the next addition's noise."""
-        return self.seed_of(self.adds) if self.recorded is None else self.recorded.next([self])[0]
+        if self.recorded is not None:
+            return self.recorded.next([self])[0]
+        first, second = struct.unpack("<2I", self.seed_of(self.adds))
+        return first, second
 
-    def seed_of(self, adds: int) -> tuple[int, int]:
-        """The seed of the noise of the step's addition number `adds`."""
-        return noise_seed(*self.identity, self.step, adds)
+    def seed_of(self, adds: int) -> bytes:
+        """The 8 bytes of the seed of the noise of the step's addition number `adds`."""
+        return self._seed_bytes(self.step, adds)
 
     def close(self) -> None:
         """No more gradients come in this step. If none came, the stored gradient becomes zero."""
@@ -258,7 +262,7 @@ class RecordedSeeds:
         at = self.count
         self._additions += [(sink, sink.adds) for sink in sinks]
         if self._room is None:
-            return _int32([sink.seed_of(sink.adds) for sink in sinks], self._memory.device)
+            return _on_device([sink.seed_of(sink.adds) for sink in sinks], self._memory.device)
         if self.count > self._room:
             raise RuntimeError(f"more than {self._room} additions of gradients in FP8, as many as the step before had")
         return self._memory[at : self.count, :2]
@@ -267,7 +271,7 @@ class RecordedSeeds:
         """Write the seeds of the sinks' present step."""
         if self._additions:
             seeds = [sink.seed_of(adds) for sink, adds in self._additions]
-            self._memory[: self.count, :2].copy_(_int32(seeds, self._memory.device))
+            self._memory[: self.count, :2].copy_(_on_device(seeds, self._memory.device))
 
 
 def take_beside(sinks: Sequence[GradSink], gradients: torch.Tensor) -> None:
@@ -291,9 +295,9 @@ def seeds(sinks: Sequence[GradSink]) -> torch.Tensor:
     first = sinks[0]
     if first.recorded is not None:
         return first.recorded.next(sinks)
-    return _int32([sink.seed_of(sink.adds) for sink in sinks], first.store.tensors[0].device)
+    return _on_device([sink.seed_of(sink.adds) for sink in sinks], first.store.tensors[0].device)
 
 
-def _int32(seeds, device: torch.device) -> torch.Tensor:
-    words = torch.tensor(seeds).to(torch.int32)
+def _on_device(seeds: Sequence[bytes], device: torch.device) -> torch.Tensor:
+    words = torch.frombuffer(bytearray().join(seeds), dtype=torch.int32).view(-1, 2)
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words

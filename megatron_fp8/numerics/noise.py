@@ -46,6 +46,21 @@ def noise_seed(*parts: int) -> tuple[int, int]:
     return first, second
 
 
+class SeedBytes:
+    """Called with the rest of some parts: the 8 bytes of `noise_seed`'s words, little-endian.
+
+    first: the parts that come before. They are hashed once, so that a call takes a quarter of noise_seed's time.
+    """
+
+    def __init__(self, *first: int):
+        self._begun = hashlib.blake2b("".join(f"{part:d}," for part in first).encode(), digest_size=8)
+
+    def __call__(self, *rest: int) -> bytes:
+        whole = self._begun.copy()
+        whole.update(",".join(map(str, rest)).encode())
+        return whole.digest()
+
+
 def uniform_noise(n: int, seed: Seed, device: torch.device | str = "cpu", first: int = 0) -> torch.Tensor:
     """Noise (n,) float32 in [0, 1) for the indices first .. first + n - 1, modulo 2^32.
 

@@ -5,11 +5,12 @@ Unless a test says otherwise, its bound is at six standard errors or more: it fa
 
 import itertools
 import math
+import struct
 
 import pytest
 import torch
 
-from megatron_fp8.numerics.noise import noise_seed, uniform_noise
+from megatron_fp8.numerics.noise import SeedBytes, noise_seed, uniform_noise
 
 N = 1 << 18
 ENDS = [(0, 0), (2**32 - 1, 2**32 - 1), (2**31, 2**31 - 1), (0, 1), (1, 0)]
@@ -40,6 +41,14 @@ def chi_square(counts: torch.Tensor) -> float:
 
 def standardised(noise: torch.Tensor) -> torch.Tensor:
     return (noise.double() - 0.5) * math.sqrt(12)
+
+
+def test_a_seed_of_which_the_first_parts_are_hashed_before(run_seed):
+    parts = *noise_seed(run_seed), 0, -3, 1 << 70
+    for cut in range(1, len(parts)):
+        begun = SeedBytes(*parts[:cut])
+        for _ in range(2):
+            assert struct.unpack("<2I", begun(*parts[cut:])) == noise_seed(*parts)
 
 
 # uniform_noise
