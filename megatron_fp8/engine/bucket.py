@@ -100,6 +100,8 @@ class Bucket:
         self.largest = torch.zeros((), device=device)
         self.spans: list[tuple[OwnedWeight, int, int]] = []
         self._sinks: list[GradSink] = []
+        if scaling is not None:
+            scaling.load(self._first, [weight.param.detach() for weight in weights])
         for i, (weight, (start, stop)) in enumerate(zip(weights, placed.spans, strict=True)):
             self.spans.append((weight, start, stop))
             values = weight.param.detach()
@@ -247,18 +249,19 @@ class Bucket:
 
         If the weight is E4M3, it is collective over the scaling's group.
         """
+        if self.scaling is not None:
+            self.scaling.load(self._first + i, [values.to(self.weight.device)])
         self._fill(i, values)
         self._changed()
 
     @torch.no_grad()
     def _fill(self, i: int, values: torch.Tensor) -> None:
-        """`load`, but the weights are not told."""
+        """`load`, but an E4M3 weight has its scale, and the weights are not told."""
         weight, start, stop = self.spans[i]
         flat = values.to(self.weight.device).flatten()
         if self.scaling is None:
             self.weight[start:stop] = flat
         else:
-            self.scaling.load(self._first + i, flat)
             scale = self.scaling.scale[self._first + i]
             if weight.config.draws_masters:
                 flat = dithered(flat, weight.identity, scale)
@@ -309,7 +312,7 @@ class Bucket:
         assert self.scaling is not None and weight.stored is not None
         values = weight.stored.dequantize().flatten()
         self.scaling.amax[self._first + i] = amax
-        self.scaling.set_scale(self._first + i, scale)
+        self.scaling.set_scales(self._first + i, scale.view(1))
         self.weight[start:stop] = ops.quantize(values, E4M3, scale)
         self._changed()
 

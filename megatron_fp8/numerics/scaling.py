@@ -30,6 +30,7 @@ Source: Micikevicius et al., arXiv 2209.05433, and the recipe of NVIDIA's Transf
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -202,15 +203,16 @@ class WeightScaling(Slots):
             self._handle.wait()
             self._handle = None
 
-    def load(self, i: int, values: torch.Tensor) -> None:
-        """Set weight i's amax to that of `values`, reduced over the group, and its scale to the largest that fits."""
-        amax = torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32)
+    def load(self, first: int, each: Sequence[torch.Tensor]) -> None:
+        """Set the amaxes of the weights from `first` on to those of `each`, reduced over the group, and their scales to
+        the largest that fit."""
+        amax = torch.stack([torch.linalg.vector_norm(values, torch.inf, dtype=torch.float32) for values in each])
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-        self.amax[i] = amax
-        self.set_scale(i, power_of_two_scale(amax, self.fmt, self.margin))
+        self.amax[first : first + len(each)] = amax
+        self.set_scales(first, power_of_two_scale(amax, self.fmt, self.margin))
 
-    def set_scale(self, i: int, scale: torch.Tensor) -> None:
-        """Give weight i another scale (0-d, a power of two)."""
+    def set_scales(self, first: int, scales: torch.Tensor) -> None:
+        """Give the weights from `first` on other scales (n,), powers of two."""
         new = self.scale.clone()
-        new[i] = scale
+        new[first : first + len(scales)] = scales
         self._set(new)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_parts import parts_of
+from engine_parts import OneWeight, parts_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fp8.checkpoint.state import STATES
@@ -101,6 +101,24 @@ def test_a_bucket_of_many_weights_is_built_in_linear_time(group):
     (few, one), (many, other) = counts
     assert many < 1.05 * few
     assert other == one
+
+
+def test_weights_that_are_taken_over_agree_on_their_amaxes_together(group, monkeypatch):
+    """Not one after the other: a rank has thousands of experts' weights. Each has the scale that it would get alone."""
+    reduced, reduce = [], torch.distributed.all_reduce
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, **how: reduced.append(len(t)) or reduce(t, **how))
+    config = OneWeight(torch.randn(16, 128), group, storage="fp8").weight.config
+    values = [torch.randn(16, 128).bfloat16() * 10.0**i for i in range(5)]
+    weights = [OwnedWeight(torch.nn.Parameter(each.clone()), config) for each in values]
+    reduced.clear()
+    bucket = Bucket(weights, parts_of(group, config, weights))
+    assert reduced == [5]
+    for i, each in enumerate(values):
+        alone = OneWeight(each, group, storage="fp8").bucket
+        assert torch.equal(bucket.scale_and_amax(i), alone.scale_and_amax(0))
+        before = bucket.scale_and_amax(i)
+        bucket.load(i, each)
+        assert torch.equal(bucket.scale_and_amax(i), before)
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
