@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # it inspects torch.cuda at its first import, which must see the real one
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .rebind import Hook, Rebound, When
@@ -82,6 +82,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    _device_constructors()  # torch keeps these for `with torch.device(...)`: its own functions, not what replaces them
     for owner, substitutes in _substitutes():
         for name, value in substitutes.items():
             _rebound.replace(owner, name, value)

@@ -30,6 +30,20 @@ def test_every_name_of_a_gpu_means_the_cpu(installed, device):
     assert torch.nn.Linear(2, 2).cuda()(made[:2]).device.type == "cpu"
 
 
+def test_other_devices_stay():
+    """In a process that has used no such context before: torch keeps what it finds at the first."""
+    torch.utils._device._device_constructors.cache_clear()
+    cpu.install()
+    try:
+        with torch.device("meta"):
+            assert torch.ones(3).is_meta and torch.nn.Linear(2, 2).weight.is_meta
+    finally:
+        cpu.uninstall()
+    with torch.device("meta"):
+        assert torch.ones(3).is_meta
+    assert torch.ones(3, device="meta").is_meta
+
+
 def that_take_a_device(owner) -> set[str]:
     """Names of its functions, as torch's descriptions say it: they have no signatures."""
     functions = {name: getattr(owner, name) for name in dir(owner) if not isinstance(getattr(owner, name), type)}
