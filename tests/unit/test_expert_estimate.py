@@ -1,5 +1,6 @@
 """Experts in `megatron-fp8 estimate` and `plan`: the counts against tensors, tables and measured figures."""
 
+import argparse
 import csv
 import json
 from collections import defaultdict
@@ -272,9 +273,26 @@ def test_states_are_the_memory_reports():
     w = workload(f"{TOGETHER} --expert-model-parallel-size 2 --global-batch-size 4", gpus=2)
     (rank,) = memory.ranks_bytes(w.job, w.cells(), ranks=[0])
     e = estimate(w, H200)
-    bank = 64 * 2 * 768 * 2048 - rank.linears[memory.SCRATCH] - rank.experts[memory.SCRATCH]  # all experts' W^T
-    assert e.held == pytest.approx((rank.all + bank) / 1e9 + e.memory["buffers"])
+    assert rank.linears[memory.SCRATCH] + rank.experts[memory.SCRATCH] == 64 * 2 * 768 * 2048  # all experts' W^T
+    assert e.held == pytest.approx(rank.all / 1e9 + e.memory["buffers"])
     assert sum(rank.experts.values()) > 0.5 * rank.all
+
+
+def test_kept_transposes_of_experts_are_a_byte_a_weight_in_a_step(capsys):
+    """`memory` and `estimate` agree: no scratch, and W^T of linears and experts from the first backward pass on."""
+    parser = argparse.ArgumentParser()
+    memory.add_arguments(parser)
+    job = f"{TOGETHER} --expert-model-parallel-size 2 --global-batch-size 16 --keep-fp8-transpose-cache"
+    assert memory.run(parser.parse_args(["--gpus", "2", "--", *QWEN.split(), *job.split()])) == 0
+    text = capsys.readouterr().out
+    w = workload(job, gpus=2)
+    weights = sum(w.job.linears()) + sum(w.job.experts())
+    assert sum(w.job.experts()) > 0.5 * weights and memory.SCRATCH not in text
+    assert f"--keep-fp8-transpose-cache: no scratch. W^T of all linears and of experts, {weights / 1e9:.3f} GB" in text
+    e = estimate(w, H200)
+    assert e.memory["kept transposes"] == pytest.approx(weights / 1e9) and memory.SCRATCH not in e.memory
+    assert memory.run(parser.parse_args(["--gpus", "2", "--fp8-gemm", "bf16", "--", *QWEN.split(), *job.split()])) == 0
+    assert "W^T" not in capsys.readouterr().out
 
 
 TINY = (

@@ -24,10 +24,10 @@ class Job:
     the distributed optimizer.
 
     data_parallel_size includes context parallelism. grad_reduce_in_bf16: stock's gradients, as they are kept and sent.
-    dpo_reference: whether DPO's reference is on the device beside the
-    policy. frozen_base: whether no parameter of these is trained, as under adapters, which are not counted.
-    moe_layer_freq: one layer of so many has experts, or a number a layer, as Megatron has it. fp8_experts: whether a
-    level owns routed experts. Of multi-latent attention (layers/latent.py) kv_channels and query groups say nothing.
+    dpo_reference: whether DPO's reference is on the device beside the policy. frozen_base: whether no parameter of
+    these is trained, as under adapters, which are not counted. moe_layer_freq: one layer of so many has experts, or a
+    number a layer, as Megatron has it. fp8_experts: whether a level owns routed experts; moe_grouped_gemm: and
+    multiplies them together. Of multi-latent attention (layers/latent.py) kv_channels and query groups say nothing.
     Raises UserError if Megatron or the GEMMs cannot cut the model so.
     """
 
@@ -68,6 +68,8 @@ class Job:
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     fp8_experts: bool = False
+    moe_grouped_gemm: bool = False
+    keep_fp8_transpose_cache: bool = False
 
     def __post_init__(self):
         for field in fields(self):

@@ -230,9 +230,8 @@ def job(args: Namespace, data: int) -> Job:
     if not vocabulary:
         raise UserError("--vocab-size is missing, and no tokenizer is read here; give its number of tokens")
     given: dict[str, Any] = {field.name: getattr(args, field.name, None) for field in fields(Job)}
-    given |= {"vocab_size": vocabulary, "data_parallel_size": data}
-    given |= {"swiglu": bool(args.swiglu), "disable_bias_linear": not args.add_bias_linear}
-    given |= {name: bool(given[name]) for name in ("dpo_reference", "frozen_base", "fp8_experts", "qk_layernorm")}
+    given |= {"vocab_size": vocabulary, "data_parallel_size": data, "disable_bias_linear": not args.add_bias_linear}
+    given |= {field.name: bool(given[field.name]) for field in fields(Job) if field.type is bool}
     if not isinstance(given["moe_layer_freq"], int):
         given["moe_layer_freq"] = tuple(given["moe_layer_freq"])
     if not args.group_query_attention:

@@ -10,7 +10,8 @@
                         the largest linear's           1: a scratch buffer for W^T, shared by all layers
     linears at O0, and  Megatron's buckets             2 + 4: BF16 weight, FP32 gradient (2: --grad-reduce-in-bf16)
     all else            what the rank owns of them     4 + 4 + 4: FP32 master, moments
-    routed experts      as linears if they are owned (--fp8-experts), else as all else; R is expert data parallelism's
+    routed experts      as linears if they are owned (--fp8-experts), else as all else; R is expert data parallelism's.
+                        With --moe-grouped-gemm the scratch holds a layer's experts
     --dpo-reference     the linears; all else          1 (2 with BF16 GEMMs); 2
     --frozen-base       the linears; all else          1 (O3), 2 + 1 (O1, O2), 2 (O0); 2, and the scratch
 
@@ -150,6 +151,16 @@ def reference_bytes(job: Job, stage: int, cells: Mapping[str, str] | None) -> tu
     return int(sum(job.linears()) * BYTES["e4m3" if in_fp8 else "bf16"]), int(sum(job.others(stage)) * BYTES["bf16"])
 
 
+def kept_transposes(job: Job, levels: Iterable[Mapping[str, str] | None]) -> int:
+    """Bytes of W^T on the fullest rank, in a step with --keep-fp8-transpose-cache; 0 if no level's GEMMs are FP8."""
+    if not any(cells is not None and cells["gemm"] == "fp8" for cells in levels):
+        return 0
+    return max(
+        sum(job.linears(stage)) + sum(job.experts(stage)) * job.fp8_experts
+        for stage in range(job.pipeline_model_parallel_size)
+    )
+
+
 class Rank(NamedTuple):
     """Bytes on a rank, by kind, for the linears, for all else and for routed experts. used: bytes of the linears'
     states in use."""
@@ -195,8 +206,13 @@ def ranks_bytes(
             if experts and owned_experts is None:
                 routed = stock_bytes(of_experts, rank * alike // data if sharded else 0, gradient)
             elif experts and owned_experts is not None:
-                routed = engine_bytes(of_experts, owned_experts, sharded)  # linears and experts share the scratch
-                routed[SCRATCH] = max(0, routed[SCRATCH] - ours[SCRATCH])
+                routed = engine_bytes(of_experts, owned_experts, sharded)
+                if job.moe_grouped_gemm and routed[SCRATCH]:  # a bank: W^T of all experts of a layer at once
+                    routed[SCRATCH] = job.local_experts * max(rows * columns for rows, columns in job.expert)
+                routed[SCRATCH] = max(0, routed[SCRATCH] - ours[SCRATCH])  # linears and experts share the scratch
+            if job.keep_fp8_transpose_cache:
+                for held in ours, routed:
+                    held.pop(SCRATCH, None)
             yield Rank(ours | {REFERENCE: beside[0]}, all_else | {REFERENCE: beside[1]}, int(used * states), routed)
 
 
@@ -268,6 +284,10 @@ def run(args: Namespace) -> int:
     show("\n".join(table(job, levels)), args.format)
     if not decided and not all_stock and not job.frozen_base:
         print(f"\n{said}")
+    if job.keep_fp8_transpose_cache and (kept := kept_transposes(job, list(levels.values()))):
+        beside = " and of experts" if job.fp8_experts else ""
+        print(f"\n--keep-fp8-transpose-cache: no scratch. W^T of all linears{beside}, {kept / _GB:.3f} GB on the "
+              "fullest rank, comes on top from a step's first backward pass to its update")  # fmt: skip
     if of_stock and any(map(is_stock, asked)):
         print(f"\n{of_stock}")
     return 0

@@ -225,9 +225,6 @@ def stages(w: Workload, which: Iterable[int] | None = None) -> Iterator[tuple[di
                 kinds[name] = kinds.get(name, 0.0) + size
         if system.weight_copies:
             kinds["weight"] += system.weight_copies * (sum(w.job.linears(stage)) + sum(w.job.experts(stage)))
-        if w.together and w.experts_owned:  # W^T of all experts at once takes more than a linear's
-            (fc1, hidden), _ = w.job.expert
-            kinds[SCRATCH] = max(kinds[SCRATCH], w.job.local_experts * fc1 * hidden)
         if _keeps_what_came(w):
             kinds["grad"] += rank.linears["grad"]
         if w.keeps_transposes:
