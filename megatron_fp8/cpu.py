@@ -13,7 +13,8 @@ this module does not change Megatron's code. While it is installed, it changes t
      state is restored after this draw. Otherwise a resumed run, which makes its iterators again after reading its
      checkpoint, would have other dropout masks.
   3. Two functions of Megatron that only warm up or build for a GPU become empty. A third, which copies the sizes for an
-     experts' all-to-all to the host, handles CPU tensors as it handles a GPU's.
+     experts' all-to-all to the host, handles CPU tensors as it handles a GPU's. A fourth, which gives a recomputed
+     tensor's memory to its views, copies it.
 
 Communication goes through gloo (`adapt_args`). gloo has every collective that Megatron's GPT uses, except for gathering
 tensors of unequal sizes, such as the experts' tokens. These are broadcast one by one, as NCCL does.
@@ -59,6 +60,10 @@ HOOKS = (  # rows of the table of hooks
     Hook(
         *("megatron.training.initialize", "_warmup_jit_function", "cpu.doing_nothing", "", _ON_CPU),
         "Compiles no kernels for a GPU, and draws no random numbers.",
+    ),
+    Hook(
+        *("megatron.core.tensor_parallel.random", "_get_share_storage", "cpu.giving_storage", "", _ON_CPU),
+        "Copies what a selective recomputation has made again: to share it, Megatron compiles C++, for half a minute.",
     ),
 )
 COMPILE_HELPERS = Hook(
@@ -238,6 +243,18 @@ def _move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 def moving_to_cpu(stock: Callable) -> Callable[..., Any]:
     """A hook's maker: `_move_to_cpu`."""
     return _move_to_cpu
+
+
+def _give_storage(output: torch.Tensor, again: torch.Tensor) -> None:
+    """Fill the memory of `output`, which was given back, for all its views; no version of theirs changes."""
+    given, made = output.untyped_storage(), again.untyped_storage()
+    given.resize_(made.nbytes())
+    given.copy_(made)
+
+
+def giving_storage(stock: Callable) -> Callable[[], Callable]:
+    """A hook's maker: what gets `_give_storage`."""
+    return lambda: _give_storage
 
 
 class _Stream:

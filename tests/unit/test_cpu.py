@@ -127,6 +127,17 @@ def test_autograds_callbacks_see_the_cpu_too(installed):
     assert seen == ["cpu"] and x.grad.tolist() == [2, 2, 2]
 
 
+def test_views_see_what_a_recomputation_has_made_again(installed):
+    """As Megatron's extension in C++ does it: without a new version, which autograd would refuse."""
+    from megatron.core.tensor_parallel import random
+
+    output, again = torch.rand(6), torch.rand(6)
+    view, version = output.view(2, 3)[1], output._version
+    output.untyped_storage().resize_(0)
+    random._get_share_storage()(output, again)
+    assert torch.equal(view, again[3:]) and output._version == version
+
+
 def test_streams_and_optimizers_work(installed):
     event = torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(torch.cuda.Stream()):

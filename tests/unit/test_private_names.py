@@ -36,6 +36,7 @@ TORCH = {  # name: what needs it
     "torch.ops.aten._scaled_dot_product_flash_attention": "context parallelism",
     "torch.ops.aten._scaled_dot_product_flash_attention_backward": "context parallelism",
     "torch.utils._device": "cpu.py: `with torch.device(...)`",
+    "torch.utils._device._device_constructors": "cpu.py: as above; what torch keeps must be its own functions",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "cpu.py: a data loader draws nothing from dropout's generator",
 }
 LOOKED_FOR = {"torch._C._cuda_setRNGState"}  # which torch has it or not: cpu.py asks
