@@ -3,8 +3,6 @@
 import subprocess
 from pathlib import Path
 
-from . import __version__
-
 FOLDER = Path(__file__).parent
 COMMIT = "COMMIT.txt"  # of the package's folder, if setup.py has built it
 
@@ -22,5 +20,7 @@ def commit() -> str:
 
 def described() -> str:
     """As "0.1.0, commit 4dbfdcd"."""
+    from . import __version__  # a look through all packages, which no verb waits for
+
     found = commit()
     return __version__ + (f", commit {found}" if found else "")

@@ -33,9 +33,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from ....errors import UserError
 from ....processes import identity, living
@@ -56,6 +54,9 @@ from .rows import (
     read_points,
     read_row,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
 
 VERSION = 1
 LOST = 300.0  # seconds without a beat
@@ -347,11 +348,11 @@ class Store:
             if ours is not None and ours.state in ENDED:
                 kept += 1
             else:
-                self._copy(row, other.series(row.id), ours)
+                self._copy(row, other._points(row.id), ours)
                 added += 1
         return added, kept
 
-    def _copy(self, row: Row, series: dict[str, tuple[np.ndarray, np.ndarray]], instead: Row | None) -> None:
+    def _copy(self, row: Row, points: dict[str, list[tuple[int, float]]], instead: Row | None) -> None:
         """Write another store's run; instead: the run with its key here."""
         if instead is not None:
             self._delete(instead)
@@ -360,8 +361,8 @@ class Store:
         sql = f"INSERT INTO runs ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})"
         run = self._db.execute(sql, tuple(values.values())).lastrowid
         assert run is not None  # it was inserted
-        for name, (steps, numbers) in series.items():
-            self._put_points(run, ((int(s), name, float(x)) for s, x in zip(steps, numbers, strict=True)))
+        for name, pairs in points.items():
+            self._put_points(run, ((step, name, value) for step, value in pairs))
 
     def _delete(self, row: Row) -> None:
         self._db.execute("DELETE FROM points WHERE run = ?", (row.id,))
@@ -379,11 +380,15 @@ class Store:
         """All runs, in the order in which they are given out."""
         return [read_row(self.path, row) for row in self._rows(f"SELECT {COLUMNS} FROM runs ORDER BY id")]
 
-    def series(self, run: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def series(self, run: int) -> "dict[str, tuple[np.ndarray, np.ndarray]]":
         """{name: (steps, values)} of a run, with rising steps and sorted names; values are FP64."""
+        import numpy as np  # half of the time in which a sweep starts, and it needs no arrays
+
+        return {name: tuple(map(np.array, zip(*pairs, strict=True))) for name, pairs in self._points(run).items()}  # type: ignore[misc]
+
+    def _points(self, run: int) -> dict[str, list[tuple[int, float]]]:
         rows = self._rows("SELECT name, step, value FROM points WHERE run = ? ORDER BY name, step", run)
-        found = read_points(self.path, run, rows)
-        return {name: tuple(map(np.array, zip(*pairs, strict=True))) for name, pairs in found.items()}  # type: ignore[misc]
+        return read_points(self.path, run, rows)
 
 
 def _in_wal(path: Path) -> bool:
