@@ -12,6 +12,7 @@ measurement.
 """
 
 import json
+import math
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -29,12 +30,12 @@ from .job_flags import Flags
 from .output import show
 from .step import Estimate, estimate, peak
 from .systems import chosen
-from .workload import Recompute, Workload
+from .workload import Workload
 
 _MOST_CHUNKS = 8
 _SILENCE = 5  # seconds between lines that say how far the search is
 _OVERLAP = "overlap_grad_reduce", "overlap_param_gather"  # of every layout
-RECOMPUTE: tuple[Recompute, ...] = "none", "selective", "full"  # each slower than the one before
+RECOMPUTE: tuple[str | None, ...] = (None, "selective", "full")  # each slower, if both are graphs or neither is
 
 
 @dataclass(frozen=True)
@@ -150,38 +151,37 @@ def _layouts(args: Namespace, gpus: int, context: int, gpus_per_node: int) -> It
 def _best(
     flags: Flags, gpus: int, system: str, on: Hardware, cap_gb: float | None, layout: Layout
 ) -> Candidate:
-    best, nearest, mistake = None, None, ""
+    best, nearest = None, -math.inf
     data = gpus // (layout.tensor * layout.pipeline * flags.args.context_parallel_size)
     if flags.args.global_batch_size % data:
         return Candidate(layout, None, f"not divisible: DP {data} does not divide the global batch")
+    try:
+        of_one = [_workload(flags, gpus, system, layout, recompute) for recompute in RECOMPUTE]
+    except UserError as error:  # no micro-batch mends it
+        return Candidate(layout, None, f"not divisible: {error}")
     for size in divisors(flags.args.global_batch_size // data):
         try:
-            if size == 1:
-                w = _workload(flags, gpus, system, layout)
-            w = replace(w, micro_batch=size)
-        except UserError as error:
-            mistake = str(error)
-            if size == 1:  # no micro-batch mends it
-                break
+            of_size = [replace(w, micro_batch=size) for w in of_one]
+        except UserError:  # too few micro-batches for virtual stages
             continue
-        for recompute in RECOMPUTE:
-            w = replace(w, recompute=recompute)
+        for w in of_size:
             room = on.room(cap_gb) - peak(w)
-            nearest = room if nearest is None else max(room, nearest)
+            nearest = max(room, nearest)
             if room < 0:
                 continue
             found = estimate(w, on)
             if best is None or found.tokens_a_second > best.tokens_a_second:
                 best = found
-            break
-    if best is None and nearest is not None:
-        return Candidate(layout, None, f"does not fit: {-nearest:.1f} GB too much at the least")
-    return Candidate(layout, best, "" if best else f"not divisible: {mistake}")
+            if w.graphed == of_size[0].graphed:
+                break
+    return Candidate(layout, best, "" if best else f"does not fit: {-nearest:.1f} GB too much at the least")
 
 
-def _workload(flags: Flags, gpus: int, system: str, layout: Layout, **more: Any) -> Workload:
-    """With a micro-batch of 1 and nothing recomputed; `replace` makes the others of it."""
-    found = job_flags.workload(
+def _workload(
+    flags: Flags, gpus: int, system: str, layout: Layout, recompute: str | None = None, **more: Any
+) -> Workload:
+    """With a micro-batch of 1; `replace` makes the others of it. Some recomputation makes a graph impossible."""
+    return job_flags.workload(
         flags,
         gpus,
         system,
@@ -193,13 +193,13 @@ def _workload(flags: Flags, gpus: int, system: str, layout: Layout, **more: Any)
         num_virtual_stages_per_pipeline_rank=layout.virtual,
         sequence_parallel=layout.tensor > 1,
         micro_batch_size=1,
-        recompute_granularity=None,
-        recompute_method=None,
-        recompute_num_layers=None,
+        recompute_activations=False,
+        recompute_granularity=recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
         recompute_modules=["core_attn"],
         **dict.fromkeys(_OVERLAP, True),
     )
-    return replace(found, recompute="none")
 
 
 def why(e: Estimate, winner: Estimate) -> str:
