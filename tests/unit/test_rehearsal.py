@@ -363,8 +363,8 @@ REPLICA = "one replica of the layout has 128 ranks"
         (16, None, room.Room(1e12, 4096), f"rehearse: {REPLICA}: 128 processes, some 19 GB of memory, and 4096 more "
          "threads may start here", "--pipeline-model-parallel-size 4"),
         (16, 64, room.Room(1e12), f"--ranks 64: {REPLICA}", "--pipeline-model-parallel-size 8"),
-        (2, None, room.Room(1e9), "rehearse: one replica of the layout has 16 ranks: 16 processes, some 2 GB of memory, "
-         "and 1 GB are free here", "fewer pipeline stages, or a smaller --tensor-model-parallel-size,"),
+        (2, None, room.Room(1e9), "rehearse: one replica of the layout has 16 ranks: 16 processes, some 2 GB of "
+         "memory, and 1 GB are free here", "fewer pipeline stages, or a smaller --tensor-model-parallel-size,"),
         (16, None, room.Room(1e12), None, ""),
         (16, 128, room.Room(8e9), None, ""),
     ],
