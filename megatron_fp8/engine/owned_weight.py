@@ -329,8 +329,10 @@ class OwnedWeight:
     def quantized(self) -> ScaledTensor:
         """The weight in E4M3: as it is stored, or quantised once and kept until the weight changes."""
         self.arrive()
-        if self.stored is not None:
-            return self.stored
+        if self._scale_inv is not None:
+            stored = self._stored or self.stored
+            assert stored is not None
+            return stored
         if self.outdated:
             self.drop_copies()
             self.quantize()
@@ -340,7 +342,7 @@ class OwnedWeight:
     @property
     def outdated(self) -> bool:
         """Whether a BF16 weight that is here is not quantised yet, or has changed since."""
-        return self.stored is None and self._version != self.param._version
+        return self._scale_inv is None and self._version != self.param._version
 
     def drop_copies(self) -> None:
         """Free the copies in FP8, before their successors are allocated."""
