@@ -229,6 +229,8 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None, packe
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
+    if config.mock and not (args.mock_data or args.sft):  # Megatron's dataset would end in a traceback
+        raise UserError("--data-path is missing: give the training data, or add --mock-data")
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     if args.sft:
         dataset = packed

@@ -60,6 +60,10 @@ def one_line(
             said = f"it has no {lacks[1]}; use the flags of the saved model, or {begin}"
         elif re.fullmatch(r"'[\w.]+'", said):  # a KeyError: a name that torch looked up
             said = f"the checkpoint or this run's model lacks {said}; use the flags of the saved model"
+        elif re.search("(?i)(shape|size) mismatch", said):
+            said += "; use the flags of the saved model"
+        elif isinstance(error, FileNotFoundError):  # Megatron's check of --pretrained-checkpoint
+            said += "; give a folder that --save wrote"
         if said.startswith("OptimizerParamScheduler"):
             said += "; add --override-opt_param-scheduler or --use-checkpoint-opt_param-scheduler"
         rest = f"; {remedy()}" if remedy else ""

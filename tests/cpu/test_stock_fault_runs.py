@@ -37,6 +37,14 @@ def ends(flags: str, level: str) -> list[str]:
     return str(failed.value).splitlines()
 
 
+def test_a_command_without_data():
+    without = [flag for flag in TINY_GPT if flag != "--mock-data"]
+    with pytest.raises(RunFailed) as failed:
+        run_megatron(1, [*without, *SIX_STEPS, "--fp8-level", "O3"])
+    assert "Traceback" not in str(failed.value)
+    assert "megatron_fp8: --data-path is missing: give the training data, or add --mock-data\n" in str(failed.value)
+
+
 @pytest.mark.parametrize(("flags", "traceback"), FAULTS)
 def test_a_level_says_in_one_line_what_stock_fails_at(flags, traceback):
     assert traceback in ends(flags, "O0")  # if Megatron no longer fails, the entry can go

@@ -94,18 +94,18 @@ def test_what_does_not_fit_is_one_line(load_checkpoint):
     from megatron.training import checkpointing
 
     head = "--load there: the checkpoint does not fit this run: "
-    names = {"__name__": checkpointing.__name__}
+    names, of_saved = {"__name__": checkpointing.__name__}, "use the flags of the saved model"
     look_up = {}
     exec(
         compile("def load_checkpoint(state_dict={}):\n state_dict['optimizer']", checkpointing.__file__, "exec"),
         look_up,
     )
     for stock, said in (
-        (raises(CheckpointingException("Global shape mismatch")), "Global shape mismatch"),
-        (raises(wrapped(ValueError("Size mismatch"))), "Size mismatch"),
+        (raises(CheckpointingException("Global shape mismatch")), f"Global shape mismatch; {of_saved}"),
+        (raises(wrapped(ValueError("Size mismatch"))), f"Size mismatch; {of_saved}"),
         (
             raises(wrapped(KeyError("head.weight"))),
-            "the checkpoint or this run's model lacks 'head.weight'; use the flags of the saved model",
+            f"the checkpoint or this run's model lacks 'head.weight'; {of_saved}",
         ),
         (raises(wrapped(raised(MISTAKE))), "--flag 3: is wrong; use 4"),
         (look_up["load_checkpoint"], "it has no 'optimizer'; add --no-load-optim or --finetune"),
