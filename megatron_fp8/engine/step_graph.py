@@ -172,7 +172,7 @@ class StepGraph:
         self._wanted, self._pace = wanted, Pace(log)
         self._steps = 0  # without a graph
         # For each kind of step, how many additions read a seed. A kind is recorded after it has run once with known
-        # scales, because a recording may load no kernel. Without them other kernels cast, and experts run one by one.
+        # scales, because a recording may load no kernel. Without them other kernels cast, and experts cast twice.
         self._additions: dict[tuple, int] = {}
         self._recorded: dict[tuple, Recorded] = {}
         self._pool: Any = None  # the memory of all graphs
