@@ -3,7 +3,7 @@
     rows (R, h), sorted by expert ──split──► x_e (m_e, h) ──pad──► fc1, activation x probability, fc2 ──cut──► (R, h)
 
 With --moe-grouped-gemm the rows stay together (grouped_experts.py), in each pass in which that computes the same: all
-experts are in FP8 and trained, with delayed scales, and neither observers nor hooks look at a single one.
+experts are in FP8 and trained, with delayed scales, and neither observers nor hooks nor adapters sit at a single one.
 
 An expert's two weights are owned like any linear's, in a set of their own (engine/weight_groups.py): the ranks of
 expert data parallelism have the same ones, and the other ranks have other experts.
@@ -68,8 +68,9 @@ class Fp8Experts(SequentialMLP):
                 counts = torch.full((1,), rows.shape[0], device=counts.device)
             return experts_together(self.local_experts[0], fc1, fc2, rows, counts, probs, self.training), None
         counts = [rows.shape[0]] if self.num_local_experts == 1 else tokens_per_expert.tolist()
-        each = zip(self.local_experts, rows.split(counts), probs.split(counts), strict=True)
-        return torch.cat([_padded(expert, x, p) for expert, x, p in each]), None
+        in_fp8 = [any(linear.owned.fp8 for linear in pair) for pair in self._linears]
+        each = zip(self.local_experts, in_fp8, rows.split(counts), probs.split(counts), strict=True)
+        return torch.cat([_padded(*one) for one in each]), None
 
     @property
     def grouped(self) -> bool:
@@ -93,12 +94,14 @@ class Fp8Experts(SequentialMLP):
 
     def _together(self) -> bool:
         """Whether the pass that begins may be grouped; see the top of the file."""
-        return self._ready() and not any(hooked(m) for pair in self._linears for m in pair)
+        return self._ready() and all(
+            expert.linear_fc1 is fc1 and expert.linear_fc2 is fc2 and not hooked(fc1) and not hooked(fc2)
+            for expert, (fc1, fc2) in zip(self.local_experts, self._linears, strict=True)
+        )
 
 
-def _padded(expert, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """One expert's result (m, h) for x (m, h) with the probabilities (m,)."""
-    in_fp8 = expert.linear_fc1.owned.fp8 or expert.linear_fc2.owned.fp8
+def _padded(expert, in_fp8: bool, x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """One expert's result (m, h) for x (m, h) with the probabilities (m,). in_fp8: whether a GEMM of it is."""
     multiple, count = GEMM_MULTIPLE if in_fp8 else 1, x.shape[0]
     missing = max(-count % multiple, multiple if count == 0 else 0)
     if missing:

@@ -5,6 +5,7 @@ BASE     all         the whole model is frozen, and each linear has an adapter
          bare        the whole model is frozen but its embedding and head, without adapters
          expert      each rank's first expert is frozen, without adapters
          first-rank  rank 0's first expert is
+         beside      each expert's linear has an adapter that does not begin as 0, and nothing is frozen
 
 ADAPTED  another script than pretrain_gpt_fp8.py
 
@@ -51,6 +52,8 @@ def freeze(model: GPTModel) -> None:
         names = [(name, module) for name, module in names if name in wanted]
         for _, module in names:
             module.weight.requires_grad = False
+    elif BASE == "beside":
+        names = [(name, module) for name, module in names if ".local_experts." in name]
     else:
         model.requires_grad_(False)
     if BASE == "bare":
@@ -60,7 +63,10 @@ def freeze(model: GPTModel) -> None:
     for name, module in names:
         parent, _, last = name.rpartition(".")
         number = module.owned.layer_number  # the same whatever the pipeline
-        setattr(model.get_submodule(parent), last, Lora(module, f"{number} {module.owned.path}", RANK))
+        adapter = Lora(module, f"{number} {module.owned.path}", RANK)
+        if BASE == "beside":
+            torch.nn.init.ones_(adapter.lora_b)
+        setattr(model.get_submodule(parent), last, adapter)
 
 
 def say_what_is_kept(layer) -> None:
