@@ -37,9 +37,9 @@ v / sqrt(12 (1 - beta2)), 0.6 % at 0.999. The v of normal gradients varies by 3 
 maximum FP16 has fewer bits. To these it is rounded to nearest still.
 
 numerics/master.py says what each format holds and loses. The weight is rounded from w itself, not from the stored
-master: to nearest, ties to even (with a remainder to BF16: ties away from zero). The step's
-number, the rates and the bias corrections are host values. The gradient's scale, which includes the clip, and the
-weight's scales are read on the device, so the host does not wait.
+master: to nearest, ties to even (with a remainder to BF16: ties away from zero). The step's number, the rates and the
+bias corrections are host values. The gradient's scale, which includes the clip, and the weight's scales are read on the
+device, so the host does not wait.
 
 Bytes read and written per element, for BlockScaled m, Block16 v, and the remainder to a BF16 weight:
 
