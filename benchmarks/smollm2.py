@@ -10,12 +10,12 @@ functions and of the same with a mistake (function_pairs.py), and the model in i
 (carried_model.py). It needs the packages gguf and tokenizers.
 
 A unit of `run` is an arm and a seed: SFT from the converted checkpoint, then DPO from its result, with the reference on
-the device. Both have three epochs, and are evaluated once at the end, on functions of other files. In FP8 a log-ratio
-has noise (preference_noise.py), and with it the evaluation. So a third stage, `judged`, evaluates DPO's weights against
-SFT's once more with BF16 GEMMs, alike for all arms. It reads weights as they were saved: O1's and O2's in BF16, O3's on
-their E4M3 numbers. Units run side by side (--jobs on --gpus), so nothing is timed. Finished stages in the CSV are not
-repeated; one whose weights a later stage needs, and WORK has no more, is made again. After --minutes what runs is
-ended; it has no row then.
+the device. Both have three epochs, and are evaluated once at the end, on functions of other files. In FP8 that
+evaluation rounds too, and a log-ratio has noise (preference_noise.py). So `sft judged` evaluates SFT's weights, and
+`judged` DPO's against SFT's, once more with BF16 GEMMs, alike for all arms. They read weights as they were saved: O1's
+and O2's in BF16, O3's on their E4M3 numbers. Units run side by side (--jobs on --gpus), so nothing is timed. Finished
+stages in the CSV are not repeated; one whose weights a later stage needs, and WORK has no more, is made again. After
+--minutes what runs is ended; it has no row then.
 
 The seed changes the order of the data, and the noise of rounding. Arms: the levels (O0 needs --te-path: stock has
 packed attention only through Transformer Engine), O3 with the paper's FP16 master, O1 and O2 with masters that begin on
@@ -70,7 +70,7 @@ ARMS = {
     "O3, tensorwise": "--fp8-level O3 --fp8-recipe tensorwise",
     "O3, BF16 GEMMs": "--fp8-level O3 --fp8-gemm bf16",
 }
-STAGES = "sft", "dpo", "judged"
+STAGES = "sft", "sft judged", "dpo", "judged"
 JUDGE = "--fp8-level O1 --fp8-gemm bf16 --skip-train --no-load-optim --no-load-rng"
 PAD, START, END = 0, 1, 2  # <|endoftext|>, <|im_start|>, <|im_end|>
 DATA = "functions.npz"
@@ -206,16 +206,17 @@ class Runs:
         def made(stage: str, begin: Path, *more: str) -> bool:
             return self._run(arm, seed, stage, folder, begin, more, env, keep=not done[stage])
 
-        weights = [("sft", sft, self.base), ("dpo", dpo, sft)][: len(stages)]
-        for stage, saved, begin in weights:
-            if not done[stage] or not (saved / "latest_checkpointed_iteration.txt").exists():
+        for stage in stages:
+            saved, begin = (sft, self.base) if task_of(stage) == "sft" else (dpo, sft)
+            if is_judged(stage):
+                if not done[stage] and not made(stage, begin, "--load", str(saved)):
+                    return False
+            elif not done[stage] or not (saved / "latest_checkpointed_iteration.txt").exists():
                 shutil.rmtree(saved, ignore_errors=True)
                 if not made(stage, begin, "--save", str(saved)):
                     return False
-        if not done.get("judged", True) and not made("judged", sft, "--load", str(dpo)):
-            return False
-        for _, saved, _ in weights:
-            shutil.rmtree(saved)
+        for saved in (sft, dpo):
+            shutil.rmtree(saved, ignore_errors=True)
         return True
 
     def __contains__(self, wanted: dict) -> bool:
@@ -237,15 +238,15 @@ class Runs:
         if left < self._longest.get(stage, 20):
             print(f"{name}: no time is left", flush=True)
             return False
-        arm_flags = JUDGE if stage == "judged" else ARMS[arm]
+        arm_flags = JUDGE if is_judged(stage) else ARMS[arm]
         flags = [*self.model, *TRAINING.split(), *RATES[task].split(), *f"--lr {row['lr']} --seed {seed} "
                  f"--seq-length {args.seq} --micro-batch-size {args.micro_batch} --global-batch-size {args.batch} "
                  f"--train-iters {steps} --lr-warmup-iters {steps // 10} --eval-interval {steps + 1} --save-interval "
                  f"{steps} --eval-iters {evaluations} --train-data-path {train} --valid-data-path {held_out} "
                  f"--pretrained-checkpoint {begin}".split(), *more, *shlex.split(arm_flags), *args.extra]  # fmt: skip
-        te = "repaired" if arm == "O0" and stage != "judged" and args.te_path else "none"
+        te = "repaired" if arm == "O0" and not is_judged(stage) and args.te_path else "none"
         env = {**env, **train_step.environment(te, args.te_path), "TASK": task, "PAD": str(PAD), "END": str(END)}
-        began, log = time.monotonic(), folder / f"{stage}.log"
+        began, log = time.monotonic(), folder / f"{folder_of(stage)}.log"
         try:
             torchrun(1, [str(ROOT / "benchmarks/tuned_gpt.py"), *flags], log, timeout=left, env=env | {"WATCH": "1"})
         except RunFailed as error:
@@ -269,7 +270,12 @@ def folder_of(name: str) -> str:
 
 def task_of(stage: str) -> str:
     """The script and the data of a stage."""
-    return "dpo" if stage == "judged" else stage
+    return "sft" if stage.startswith("sft") else "dpo"
+
+
+def is_judged(stage: str) -> bool:
+    """Whether a stage evaluates saved weights with BF16 GEMMs."""
+    return stage.endswith("judged")
 
 
 def figures(log: str) -> dict:
@@ -319,7 +325,7 @@ def report(rows: list[dict]) -> list[str]:
     """Lines of a Markdown table: an arm a row, the mean of its seeds and their spread."""
     lines = ["| arm | seeds | SFT: held-out loss | share of the update | DPO: accuracy, all seeds' pairs (95 %) "
              "| by seed | margin | log-ratio | share of the update | shown | judged in BF16: accuracy (95 %) | margin "
-             "| log-ratio |", "|---" * 13 + "|"]  # fmt: skip
+             "| log-ratio | SFT judged in BF16: held-out loss |", "|---" * 14 + "|"]  # fmt: skip
     for arm in ARMS:
         of = {stage: [row for row in rows if row["arm"] == arm and row["stage"] == stage] for stage in STAGES}
         if not any(of.values()):
@@ -343,6 +349,7 @@ def report(rows: list[dict]) -> list[str]:
         cells += [accuracy("dpo"), " ".join(seeds), means("dpo", "margin", ".4f"), means("dpo", "log_ratio", ".4f")]
         cells += [means("dpo", "share", ".3f"), means("dpo", "shown", ".3f"), accuracy("judged")]
         cells += [means("judged", "margin", ".4f"), means("judged", "log_ratio", ".4f")]
+        cells += [means("sft judged", "heldout_loss", ".4f")]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 

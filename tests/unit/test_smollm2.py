@@ -210,10 +210,11 @@ def test_figures_and_report():
     rows.append({"arm": "O3", "seed": "0", "stage": "sft"} | sft)
     (line,) = smollm2.report(rows)[2:]
     assert line.startswith("| O3 | 2 | 1.5000 | - | 0.800 (") and "of 80) | 0.750 0.850 | 0.2000 ± 0.0000 |" in line
-    assert line.endswith("| 0.750 ± 0.000 | - | - | - |")
+    assert line.endswith("| 0.750 ± 0.000 | - | - | - | - |")
+    rows.append(rows[2] | {"stage": "sft judged", "heldout_loss": "1.25"})
     rows.append(rows[0] | {"stage": "judged", "accuracy": "0.9", "margin": "0.3", "log_ratio": "2", "counted": "40"})
     (line,) = smollm2.report(rows)[2:]
-    assert " | 0.800 (" in line and "| 0.900 (" in line and line.endswith(" of 40) | 0.3000 | 2.0000 |")
+    assert " | 0.800 (" in line and "| 0.900 (" in line and line.endswith(" of 40) | 0.3000 | 2.0000 | 1.2500 |")
 
 
 @pytest.mark.slow
@@ -245,7 +246,7 @@ def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
     call(*run)
     with (tmp_path / "x.csv").open(newline="") as file:
         rows = {(row["arm"], row["stage"]): row for row in csv.DictReader(file)}
-    assert len(rows) == 12 and {row["steps"] for row in rows.values()} == {"17"}
+    assert len(rows) == 16 and {row["steps"] for row in rows.values()} == {"17"}
     for arm in arms[1:]:
         sft, dpo = rows[arm, "sft"], rows[arm, "dpo"]
         assert float(sft["last_loss"]) < float(sft["first_loss"]) and 0 < float(sft["heldout_loss"]) < 6
@@ -257,6 +258,9 @@ def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
         assert float(rows[arm, "dpo"]["shown"]) == pytest.approx(1, abs=0.2)
     loaded = rows[arms[2], "dpo"]
     assert float(loaded["shown"]) < 0.3 and rows["O1", "sft"]["first_loss"] == rows[arms[2], "sft"]["first_loss"]
+    for arm in arms[1:]:  # SFT's weights, without the rounding of their GEMMs
+        own, judged = (float(rows[arm, stage]["heldout_loss"]) for stage in ("sft", "sft judged"))
+        assert own != judged == pytest.approx(own, rel=0.03)
     for arm in arms[1:]:  # judged against SFT's weights, so not against its own: a log-ratio, on the same pairs
         dpo, judged = rows[arm, "dpo"], rows[arm, "judged"]
         assert judged["counted"] == dpo["counted"] and float(judged["log_ratio"]) > 0 and not judged["first_loss"]
@@ -268,9 +272,9 @@ def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
     (tmp_path / "x.csv").write_text("".join(whole[:-1]))
     said = call(*run)
     assert "sft: heldout_loss" in said and "judged: accuracy" in said and "O1, seed" not in said
-    assert len((tmp_path / "x.csv").read_text().splitlines()) == 13
+    assert len((tmp_path / "x.csv").read_text().splitlines()) == 17
     scales = ["O3, margin 2", "O3, tensorwise", "O3, BF16 GEMMs"]
     call(*words.split(), *"--until sft --arms".split(), *scales)
-    rows = smollm2.read(tmp_path / "x.csv")[12:]
+    rows = smollm2.read(tmp_path / "x.csv")[16:]
     assert [(row["arm"], row["stage"]) for row in rows] == [(arm, "sft") for arm in scales]
     assert len({row["first_loss"] for row in rows}) == 3  # a step's first micro-batch has no history, and a margin
