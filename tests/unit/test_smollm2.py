@@ -253,8 +253,8 @@ def test_a_tiny_model_from_folder_to_table(tmp_path, monkeypatch, capsys):
         assert float(dpo["first_loss"]) == pytest.approx(np.log(2), abs=1e-6) and int(dpo["counted"]) > 10
     assert float(rows["O3", "dpo"]["share"]) == pytest.approx(1, abs=0.02)
     assert float(rows["O3, FP16 master", "dpo"]["share"]) < 0.6
-    # drawn masters show in the mean (0.75 to 1.08: nine figures of five models, whose weights are new each time); those that
-    # begin on a BF16 number are far from the next one, and few reach it (0.05)
+    # drawn masters show in the mean (0.75 to 1.08: nine figures of five models, whose weights are new each time);
+    # those that begin on a BF16 number are far from the next one, and few reach it (0.05)
     for arm in ("O1", "O3"):
         assert float(rows[arm, "dpo"]["shown"]) == pytest.approx(1, abs=0.4)
     loaded = rows[arms[2], "dpo"]
