@@ -28,7 +28,7 @@ from megatron_fp8.tools.stress import (
 from megatron_fp8.tools.stress.every import SUITE
 from megatron_fp8.tools.stress.main import NAMES, _names, _seeds
 from megatron_fp8.tools.stress.page import lines
-from megatron_fp8.tools.stress.store import COLUMNS, append, read
+from megatron_fp8.tools.stress.store import COLUMNS, Part, append, read, taken
 from megatron_fp8.tools.stress.suite import JUDGED, Found, Point, Stress, gain_and_error, judged, verdicts, worst
 
 
@@ -149,6 +149,13 @@ def test_a_mistake_is_one_line(words, line, tmp_path, capsys):
         cli.main(["lab", "stress", "--store", str(tmp_path / "a.csv"), *words])
     found = capsys.readouterr().err
     assert line in found and found.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--store .*file/a.csv: a.csv.lock, beside it, cannot be written: "):
+        with taken(tmp_path / "file/a.csv", Part(SUITE[0], 1)):
+            pass
 
 
 def test_names():

@@ -41,8 +41,13 @@ class Part(NamedTuple):
 @contextlib.contextmanager
 def taken(path: Path, part: Part) -> Iterator[bool]:
     """Whether no other process has this part, which is this process's inside; a process that dies gives it back."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("a") as file:  # a byte of it a part
+    beside = path.with_name(f"{path.name}.lock")  # a byte of it a part
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = beside.open("a")
+    except OSError as error:
+        raise UserError(f"--store {path}: {beside.name}, beside it, cannot be written: {error.strerror}") from None
+    with opened as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(str(part).encode()))
         except BlockingIOError:
