@@ -153,9 +153,9 @@ def test_a_mistake_is_one_line(words, line, tmp_path, capsys):
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"--store .*file/a.csv: a.csv.lock, beside it, cannot be written: "):
-        with taken(tmp_path / "file/a.csv", Part(SUITE[0], 1)):
-            pass
+    said = r"--store .*file/a.csv: a.csv.lock, beside it, cannot be written: "
+    with pytest.raises(UserError, match=said), taken(tmp_path / "file/a.csv", Part(SUITE[0], 1)):
+        pass
 
 
 def test_names():
