@@ -39,6 +39,17 @@ def test_gradients_are_sent_in_fp8_at_the_levels_alone(parse):
             assert config.gemm == ("bf16" if bf16 else "fp8")
 
 
+def test_every_arm_of_l0_is_recorded_as_graphs(parse):
+    """Levels as whole steps, by the plugin; Transformer Engine's layers by Megatron itself. None makes a mask."""
+    assert list(PLAN.faster) == list(PLAN.arms)
+    for run in PLAN.runs()[: len(PLAN.arms)]:
+        args = parse(*run.command[1:], *PLAN.faster[run.arm])
+        assert not args.create_attention_mask_in_dataloader
+        te = run.arm == "TE FP8"
+        assert (args.cuda_graph_impl == "transformer_engine") == args.te_rng_tracker == te
+        assert (getattr(args, "fp8_step_graph", None) == "on") == (not te)
+
+
 def test_the_arms_of_the_first_store_stay_first():
     """New arms come last, so that runs of the committed store keep their order."""
     assert list(PLAN.arms)[:4] == ["BF16", "BF16 by halves", "O1", "O3"]
