@@ -14,12 +14,18 @@ Attention costs a token of `whole` as much as one of `shared`, and one of `halve
 over the log's lines after the warm-up, each of which is the mean of five steps.
 
 `--longest` trains two steps with full recomputation, the first of 8,192 tokens: it allocates the optimizer's states and
-compiles. While the model fits, the next sequence is --growth times as long; then it bisects, down to --grain tokens.
-Each try has a row; "out of memory" is an outcome.  GB are 10^9 bytes of torch's allocator. tokens_s is of one GPU.
+compiles. While the model fits, the next sequence is --growth times as long. While none has fitted, it is --shrink times
+as long. Then it bisects, down to --grain tokens. Each try has a row; "out of memory" is an outcome.  GB are 10^9 bytes
+of torch's allocator, which has expandable segments, as recipe/pretrain sets. tokens_s is of one GPU.
+
+A step of 376,832 tokens takes two GPUs three minutes, because attention's time grows with the square. `--to-peak` ends
+a try in its second step, when the last two layers' backward pass is done: a quarter of the time. The step's peak lies
+before that (profile_gpt.py, `look_at_peak`). A whole step prints its peak until then too.
 """
 
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -40,6 +46,10 @@ SHARED = ["O3", "O3-te-attention", "te-delayed", "O3-fetched-keys", "te-delayed-
 ALONE, LONGEST = ["O3"], ["O3-fp8-activations"]
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 FIRST_TOKENS = 8192
+LAYERS = 2  # whose backward pass ends before a try of --to-peak does
+FITS = f"fits: ended after the backward pass of {LAYERS} layers"
+SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF"
+LAYOUTS = ("shared", "halves", "whole")
 EVERY_STEP = "--log-interval 1 --log-memory-interval 1"
 FIGURES = ("ms", "ms_min", "ms_max", "tokens_s", "tflops", "held_gb", "peak_gb", "loss", "seconds")
 OF_PROFILE = [f"profile_{name}" for name in PROFILED]
@@ -56,7 +66,9 @@ def train(system: str, args: Namespace, layout: str, sequence: int, gbs: int, *m
     options = Namespace(**{**vars(args), "gbs": gbs, "mbs": mbs, "extra": [*args.extra, *flags, *more]})
     words, env = command(system, options)
     if not profiled:
-        env |= {"PROFILE_STEP": "0", "FIRST_TOKENS": str(FIRST_TOKENS)}
+        env |= {"PROFILE_STEP": "0", "FIRST_TOKENS": str(FIRST_TOKENS), "PEAK_AFTER": str(LAYERS)}
+        env |= {SEGMENTS: os.environ.get(SEGMENTS, "expandable_segments:True")}
+        env |= {"PEAK_ENDS": "1"} if args.to_peak else {}
     log = Path(args.logs or ROOT / "runs/long_context") / f"{system}-{layout}-{sequence}.log"
     began, outcome = time.monotonic(), "ok"
     try:
@@ -70,9 +82,13 @@ def train(system: str, args: Namespace, layout: str, sequence: int, gbs: int, *m
         print(text[-3000:], flush=True)
     row = {"layout": layout, "sequence": sequence, "gbs": gbs, "system": system, "te": SYSTEMS[system].te}
     row |= {"nproc": args.nproc, "outcome": outcome, "seconds": time.monotonic() - began}
+    if not profiled and args.to_peak and outcome == "ok":
+        return row | {"outcome": FITS} | at_peak(text)
     figures = of_steps(text, options.warmup) if profiled else of_second_step(text)
     if outcome != "ok" or not figures:
         return row
+    if not profiled:
+        print(f"    its peak until {LAYERS} layers' backward pass: {at_peak(text)['peak_gb']:.3f} GB", flush=True)
     return row | figures | {"tokens_s": gbs * sequence / figures["ms"] * 1e3 / args.nproc}
 
 
@@ -97,14 +113,20 @@ def of_second_step(log: str) -> dict:
     return {"ms": 2 * both[1] - both[0], "held_gb": held, "peak_gb": peak, "loss": float(loss[-1])}
 
 
+def at_peak(log: str) -> dict:
+    """What `look_at_peak` has printed, the larger of the ranks' figures."""
+    held, peak = zip(*re.findall(r"PEAK ([\d.]+) ([\d.]+)", log), strict=True)
+    return {"held_gb": max(map(float, held)), "peak_gb": max(map(float, peak))}
+
+
 def side_by_side(args: Namespace) -> Iterator[dict]:
     """A row for each system and layout, in one call."""
     sequence, gpus = dimensions(model_flags(args)).seq_length, args.nproc
-    for system in args.systems:
-        yield train(system, args, "shared", sequence, args.gbs)
-    for system in args.alone:
-        yield train(system, args, "halves", sequence // gpus, args.gbs * gpus)
-        yield train(system, args, "whole", sequence, args.gbs)
+    of_layout = {"shared": (sequence, args.gbs), "halves": (sequence // gpus, args.gbs * gpus)}
+    of_layout["whole"] = (sequence, args.gbs)
+    for layout in args.layouts:
+        for system in args.systems if layout == "shared" else args.alone:
+            yield train(system, args, layout, *of_layout[layout])
 
 
 def longest(args: Namespace, attempt: Callable[[int], dict]) -> Iterator[dict]:
@@ -115,13 +137,13 @@ def longest(args: Namespace, attempt: Callable[[int], dict]) -> Iterator[dict]:
     while True:
         row = attempt(length)
         yield row
-        if row["outcome"] == "ok":
+        if row["outcome"] in ("ok", FITS):
             fits = length
         elif row["outcome"] == "out of memory":
             too_long = length
         else:
             return
-        wanted = (fits + too_long) / 2 if too_long else args.growth * fits
+        wanted = (fits + too_long) / 2 if fits and too_long else args.growth * fits or args.shrink * too_long
         length = math.ceil(wanted / args.grain) * args.grain
         if length == too_long or time.monotonic() - began + row["seconds"] > args.budget:
             return
@@ -132,8 +154,11 @@ def add(parser) -> None:
     shape = "llama3-8b" if search else "llama-32k"
     parser.set_defaults(shape=shape, nproc=2, iterations=12, timeout=150)
     parser.add_argument("--alone", nargs="*", choices=SYSTEMS, default=ALONE, help="systems of the other layouts")
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--longest", action="store_true", help="search for the longest sequence of each system")
     parser.add_argument("--start", type=int, default=32768, help="tokens of the first try of --longest")
+    parser.add_argument("--shrink", type=float, default=0.5, help="the same while nothing has fitted")
+    parser.add_argument("--to-peak", action="store_true", help="end a try of --longest when its peak is over")
     parser.add_argument("--growth", type=float, default=2, help="factor of the next length of --longest while it fits")
     parser.add_argument("--grain", type=int, default=8192, help="all lengths of --longest but the first are multiples")
     parser.add_argument("--budget", type=float, default=540, help="seconds that --longest has for a system")
@@ -146,6 +171,8 @@ def main() -> None:
 
     def keep(row: dict) -> None:
         shown = f"{row['system']:22} {row['layout']:7} {row['sequence']:8,} tokens: {row['outcome']}"
+        if row["outcome"] == FITS:
+            shown += f", {row['held_gb']:.1f} GB, peak {row['peak_gb']:.1f}"
         if "ms" in row:
             shown += f", {row['ms']:.1f} ms, {row['tokens_s']:,.0f} tokens/s a GPU, {row['held_gb']:.1f} GB, "
             shown += f"peak {row['peak_gb']:.1f}, loss {row['loss']:.4f}"

@@ -1,11 +1,11 @@
 """--sft through pretrain_gpt_fp8.py: stock's dataset of packed conversations, without Transformer Engine."""
 
 import json
-import random
 import re
 from pathlib import Path
 
 import pytest
+from chats import write_conversations
 from launch import ROOT, RunFailed
 from megatron_runs import TINY_GPT, run_megatron, script_path
 
@@ -17,18 +17,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory) -> str:
-    """Lines of one to four short conversations: the prompt is a letter, the answer its successors."""
-    path, rng = tmp_path_factory.mktemp("sft") / "chat.jsonl", random.Random(3)
-
-    def one() -> list[dict]:
-        letter = rng.randrange(97, 117)
-        asked, told = chr(letter) * rng.randrange(1, 5), "".join(chr(letter + i) for i in range(1, rng.randrange(3, 6)))
-        messages = ("system", "say"), ("user", asked), ("assistant", told)
-        return [{"role": role, "content": content} for role, content in messages]
-
-    lines = ([message for _ in range(rng.randrange(1, 5)) for message in one()] for _ in range(64))
-    path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
-    return str(path)
+    return write_conversations(tmp_path_factory.mktemp("sft") / "chat.jsonl")
 
 
 def train(data, level, *flags, nproc=1, **env):

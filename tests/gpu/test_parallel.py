@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from chats import write_conversations
 from launch import ROOT
 from megatron_runs import Run, run_megatron, script_path
 from test_training import FLAGS
@@ -17,6 +18,7 @@ TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2"
 SP = f"{TP} --sequence-parallel --use-distributed-optimizer"
 SAME_VOCABULARY = "--make-vocab-size-divisible-by 64"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PATH = {"PYTHONPATH": script_path()}
 SPLIT, FETCHED = (str(ROOT / f"tests/scripts/{name}.py") for name in ("split_products", "fetched_keys"))
 
@@ -70,6 +72,22 @@ def test_two_gpus_that_share_sequences_train_as_one(train, script):
     losses = [abs(a - b) for a, b in zip(two.losses, one.losses, strict=True)]
     print(f"{script}: loss {losses[0]:.6f} .. {max(losses):.6f}")
     assert losses[0] <= 2e-3 and abs(two.grad_norms[0] / one.grad_norms[0] - 1) <= 0.02 and max(losses) <= 5e-2
+
+
+@pytest.mark.parametrize("more", ["", RECOMPUTED])
+def test_two_gpus_that_share_rows_of_documents_train_as_one(more, tmp_path):
+    """--sft: some twenty documents a row, which end anywhere in the ranks' chunks of 128 tokens."""
+    data = write_conversations(tmp_path / "chat.jsonl", most=40)
+    flags = [flag for flag in FLAGS if flag != "--mock-data"]
+    flags += f"--sft --data-path {data} --calculate-per-token-loss --attention-backend auto --fp8-level O3".split()
+    flags += [*SAME_VOCABULARY.split(), *more.split()]
+    how = {"script": str(ROOT / "tests/scripts/sft.py"), "gpu": True, "timeout": 240, "env": PATH}
+    two, one = (run_megatron(n, [*flags, f"--context-parallel-size={n}"], **how) for n in (2, 1))
+    losses = [abs(a - b) for a, b in zip(two.losses, one.losses, strict=True)]
+    norms = [abs(a / b - 1) for a, b in zip(two.grad_norms, one.grad_norms, strict=True)]
+    print(f"{more}: loss {losses[0]:.6f} .. {max(losses):.6f}, norm {norms[0]:.4f} .. {max(norms):.4f}")
+    assert len(losses) == 16 and one.losses[-1] < one.losses[0] - 0.5
+    assert losses[0] <= 2e-3 and norms[0] <= 0.02 and max(losses) <= 5e-2
 
 
 @pytest.mark.parametrize("script", ["pretrain_gpt_fp8.py", FETCHED])

@@ -23,7 +23,7 @@ LOG = """
 
 
 def settings(**changes):
-    given = {"start": 32, "growth": 2.0, "grain": 4, "budget": 1e9} | changes
+    given = {"start": 32, "growth": 2.0, "shrink": 0.5, "grain": 4, "budget": 1e9} | changes
     return SimpleNamespace(**given)
 
 
@@ -57,6 +57,76 @@ def test_a_slower_growth():
     assert search(1000, growth=1.25)[:3] == [32, 40, 52]
 
 
+def test_a_search_from_a_prediction():
+    """Down by a few percent until a length fits, then up by halves of what is left."""
+    assert search(900, start=1000, shrink=0.94, grain=8)[:4] == [1000, 944, 888, 920]
+    assert search(990, start=960, growth=1.045, grain=8)[:3] == [960, 1008, 984]
+
+
+def test_a_try_that_ends_at_its_peak_fits(monkeypatch):
+    """It has memory and no time, from its own lines; a search goes on from it as from a whole step."""
+    args = read_arguments(monkeypatch, "--longest --to-peak --shape tiny --systems O3")
+
+    def torchrun(nproc, command, log, *, timeout, env):
+        assert env["PEAK_AFTER"] == "2" and env["PEAK_ENDS"] == "1" and "expandable" in env[long_context.SEGMENTS]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(LOG.split(" iteration        2")[0] + "PEAK 0.25 1.5\nPEAK 0.5 1.25\n")
+
+    monkeypatch.setattr(long_context, "torchrun", torchrun)
+
+    def attempt(length: int) -> dict:
+        return long_context.train("O3", args, "shared", length, 1, profiled=False) | {"seconds": 1e9}
+
+    rows = list(long_context.longest(args, attempt))
+    assert [(row["outcome"], row["held_gb"], row["peak_gb"]) for row in rows] == [(long_context.FITS, 0.5, 1.5)]
+    assert "ms" not in rows[0] and set(rows[0]) <= set(long_context.COLUMNS)
+
+
+def read_arguments(monkeypatch, words: str) -> SimpleNamespace:
+    monkeypatch.setattr(sys, "argv", ["long_context.py", *words.split()])
+    return long_context.arguments("", [], long_context.add)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_peak_is_looked_at_in_the_second_step(monkeypatch, capsys, ends):
+    """Layers' inputs alone are kept. Once the last two layers' backward pass is done, the third last is computed again.
+    The first step prints nothing."""
+    done, ended = [], []
+
+    class Layer(torch.nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+        def forward(self, x):
+            x = 2 * x
+            if x.requires_grad:
+                x.register_hook(lambda grad: done.append(self.number))
+            return x
+
+    layers = torch.nn.ModuleList([Layer(i) for i in range(4)])
+    decoder = SimpleNamespace(layers=layers)
+
+    def train_step(forward_step, data, model):
+        x = torch.ones(3, requires_grad=True)
+        for layer in layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+        x.sum().backward()
+
+    monkeypatch.setattr(training, "train_step", train_step)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: int(2e9))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: int(1e9 * (5 + len(done))))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: ended.append("barrier"))
+    monkeypatch.setattr(profile_gpt.os, "_exit", ended.append)
+    profile_gpt.look_at_peak(2, ends)
+    for step in range(3):
+        training.train_step(None, None, [SimpleNamespace(decoder=decoder)])
+        printed = capsys.readouterr().out
+        assert printed == ("PEAK 2.0 11.0\n" if step == 1 else ""), (step, printed)
+    assert done == [3, 2, 1, 0] * 3 and ended == ["barrier", 0] * ends
+
+
 def test_two_steps():
     """The second step alone took 2 * 600 - 900 ms; the peak is the larger one of the ranks."""
     figures = long_context.of_second_step(LOG)
@@ -84,9 +154,7 @@ def test_a_first_step_of_short_sequences(monkeypatch):
 @pytest.mark.parametrize("memory", [True, False])
 def test_rows_of_all_layouts(monkeypatch, tmp_path, memory):
     """The same tokens a step in all layouts; a run that fails has a row that says why."""
-    words = f"--shape tiny --systems O3 --seq-length 256 --logs {tmp_path}".split()
-    monkeypatch.setattr(sys, "argv", ["long_context.py", *words])
-    args = long_context.arguments("", [], long_context.add)
+    args = read_arguments(monkeypatch, f"--shape tiny --systems O3 --seq-length 256 --logs {tmp_path}")
     started = []
 
     def torchrun(nproc, command, log, *, timeout, env):
@@ -106,4 +174,6 @@ def test_rows_of_all_layouts(monkeypatch, tmp_path, memory):
         assert ("--context-parallel-size=2" in command) == (row["layout"] == "shared")
         assert set(row) <= set(long_context.COLUMNS)
     long_context.train("O3", args, "shared", 256, 1, profiled=False)
-    assert started[-1][2]["FIRST_TOKENS"] == "8192"
+    assert started[-1][2]["FIRST_TOKENS"] == "8192" and "PEAK_ENDS" not in started[-1][2]
+    args.layouts = ["whole"]
+    assert [row["layout"] for row in long_context.side_by_side(args)] == ["whole"]
