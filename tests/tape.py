@@ -6,9 +6,15 @@
 As a graph, a tape knows tensors by their memory. What the host has decided, or counted, while it was written does not
 happen again. So a run on the tape shows whether replays have what they need, with any number of ranks, over gloo. It
 does not show what streams do, nor random numbers: Megatron's state of them is the host's.
+
+The products and casts of experts read counts on the host, on a CPU. On a GPU they are kernels, which read them there.
+So each is one entry (`Whole`), which reads the counts anew.
 """
 
 import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +53,38 @@ class Tape:
             work.wait()
 
 
+class Whole:
+    """A function that is one entry of a tape."""
+
+    writing: "_Writing | None" = None  # the tape that is being written
+
+    def __init__(self, function: Callable):
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def name(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, *args, **kwargs):
+        if self.writing is None:
+            return self.function(*map(_forgotten, args), **kwargs)
+        with _disable_current_modes():
+            self.writing._keep(_tensors((args, kwargs)))
+            result = self.function(*args, **kwargs)
+        self.writing.write(self, args, kwargs, result)
+        return result
+
+
+def _forgotten(x: Any) -> Any:
+    """x, if it has tables of experts' rows, without what the host knows of them."""
+    from megatron_fp8.gemm.grouped import GroupedTensor
+    from megatron_fp8.ops.groups import Groups
+
+    if isinstance(x, GroupedTensor):
+        return dataclasses.replace(x, groups=_forgotten(x.groups))
+    return dataclasses.replace(x, known=None) if isinstance(x, Groups) else x
+
+
 class _Writing(TorchDispatchMode):
     def __init__(self, tape: Tape):
         super().__init__()
@@ -60,16 +98,21 @@ class _Writing(TorchDispatchMode):
         if func._schema.is_mutable or func.namespace == "c10d":
             self._keep(given)
         result = func(*args, **kwargs)
-        made = _tensors(result)
-        memory = {t.untyped_storage()._cdata for t in given}
-        written = [(i, t.detach()) for i, t in enumerate(made) if t.untyped_storage()._cdata not in memory]
+        self.write(func, args, kwargs, result)
+        return result
+
+    def write(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """What func(*args, **kwargs) has done."""
+        memory = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        made = enumerate(_tensors(result))
+        written = [(i, t.detach()) for i, t in made if t.untyped_storage()._cdata not in memory]
         self._own += [t.untyped_storage() for _, t in written]
-        if "empty" in func._schema.name:
-            return result  # nothing is written
-        if written or func._schema.is_mutable or func.namespace == "c10d":
+        changes = isinstance(func, Whole) or func._schema.is_mutable or func.namespace == "c10d"
+        if not isinstance(func, Whole) and "empty" in func._schema.name:
+            return  # nothing is written
+        if written or changes:
             held = tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, (args, kwargs))
             self.tape.entries.append((func, *held, written))
-        return result
 
     def _keep(self, tensors: list[torch.Tensor]) -> None:
         own = {storage._cdata for storage in self._own}
@@ -96,12 +139,12 @@ def recording(graph: Tape, **options):
         with _disable_current_modes():  # gloo copies there what it has received elsewhere
             return wait(work, *args)
 
-    Work.wait = wait_unseen
+    Work.wait, Whole.writing = wait_unseen, writing
     try:
         with writing:
             yield
     finally:
-        Work.wait = wait
+        Work.wait, Whole.writing = wait, None
         writing.put_back()
 
 

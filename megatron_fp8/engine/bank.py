@@ -5,8 +5,7 @@ rows of all experts at once, each expert's with its own weight's scale, and take
 Both give what the weights, one after the other, would have done: the same amaxes, and the same sums in the same stores.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -14,14 +13,9 @@ from .. import ops
 from ..gemm import grouped
 from ..numerics.formats import Format, decode
 from ..numerics.scaling import compute_scale
-from ..ops.groups import Groups
-from ..ops.source import Payloads
+from ..ops.groups import Groups, Made
 from .grad_store import take_beside
 from .owned_weight import INPUT, OwnedWeight, scales_of
-
-# Padded rows that are not in memory yet: called with (format, scale (E,), rows=, columns=, amax_out=), it casts them as
-# ops.quantize_groups would.
-type Made = Callable[..., Payloads]
 
 
 class Bank:
@@ -104,17 +98,23 @@ class Bank:
         device = groups.counts.device
         slots = self._slots_on(device)[role]
         largest = torch.zeros(len(slots), device=device)
-        made = functools.partial(ops.quantize_groups, x, groups) if isinstance(x, torch.Tensor) else x
+        made = Made(ops.quantize_groups, (x,)) if isinstance(x, torch.Tensor) else x
         if scaling.warm:
             scale, scale_inv = scaling.scale[slots], scaling.scale_inv[slots]
         else:  # a cast for the sake of its amaxes
-            made(fmt, torch.ones_like(largest), rows=True, columns=False, amax_out=largest)
+            made.cast(*made.of, groups, fmt, torch.ones_like(largest), rows=True, columns=False, amax_out=largest)
             scale = compute_scale(largest, fmt, margin=self.weights[0].config.margin)
             scale_inv = scale.reciprocal()
-        payload, payload_t = made(fmt, scale, rows=rows, columns=columns, amax_out=largest if training else None)
+        how = {"rows": rows, "columns": columns, "amax_out": largest if training else None}
+        payload, payload_t = made.cast(*made.of, groups, fmt, scale, **how)
         if training:
             scaling.amax[slots] = torch.maximum(scaling.amax[slots], largest)
-        return grouped.GroupedTensor(groups, scale_inv, payload, payload_t)
+        return grouped.GroupedTensor(groups, scale_inv, payload, payload_t, (made, scale))
+
+    def columns_again(self, made: Made, role: int, groups: Groups, scale: torch.Tensor) -> torch.Tensor:
+        """The columns (K, R') of rows that `cast` has cast before, with the scale that it had."""
+        _, columns = made.cast(*made.of, groups, self._format(role), scale, rows=False, columns=True)
+        return columns
 
     def send(
         self, x: torch.Tensor, role: int, source: torch.Tensor, expert: torch.Tensor, *, training: bool

@@ -24,7 +24,8 @@ WAITS = 0.5
 # With these flags the host does something in a step that a replay would leave out.
 INSIDE = {
     "--fp8-emulate": "the noise of its rounding, and its formats, depend on the step",
-    "--expert-model-parallel-size": "the host counts the tokens that go to experts of other ranks",
+    "--expert-model-parallel-size": "the host counts the tokens that go to experts of other ranks, but not with "
+    "--moe-token-dispatcher-type allgather",
     "--num-experts": "the host counts the tokens of each expert; docs/experts.md says when it need not",
     "--sft --dataloader-inter-document-masking": "the host reads the lengths of documents",
     "--save-activations-interval --save-dgrads-interval": "the host writes files",
@@ -42,7 +43,9 @@ _ONLY_IF = {  # these flags prevent a graph only under a condition
     "--attention-dropout": lambda args: "core_attn" in _recomputed(args),
     "--hidden-dropout": lambda args: bool({"mlp", "moe"} & set(_recomputed(args))),
     "--moe-input-jitter-eps": lambda args: "moe" in _recomputed(args),
-    "--expert-model-parallel-size": lambda args: bool(args.num_experts) and args.expert_model_parallel_size > 1,
+    "--expert-model-parallel-size": lambda args: (
+        bool(args.num_experts) and args.expert_model_parallel_size > 1 and not _gathers(args)
+    ),
     "--num-experts": lambda args: not counts_stay(args),
 }
 
@@ -53,12 +56,18 @@ def _recomputed(args: Namespace) -> list[str]:
     return (args.recompute_modules or ["core_attn"]) if selective else []
 
 
+def _gathers(args: Namespace) -> bool:
+    return args.moe_token_dispatcher_type == "allgather"
+
+
 def counts_stay(args: Namespace) -> bool:
-    """Whether counts of tokens stay on the GPU: the experts are owned, in FP8 with known scales, whole and all on each
-    rank, and none drops a token (layers/local_dispatch.py). They must also run together: config_from_args sees to it,
-    because Megatron's validation gets --moe-grouped-gemm switched off."""
+    """Whether counts of tokens stay on the GPU: the experts are owned, in FP8 with known scales, and none drops a
+    token. They are whole and all on each rank (layers/local_dispatch.py), or all tokens come to all ranks
+    (layers/gathered_dispatch.py). They must also run together: config_from_args sees to it, because Megatron's
+    validation gets --moe-grouped-gemm switched off."""
     parts = args.expert_tensor_parallel_size or args.tensor_model_parallel_size  # as Megatron's own default
     whole = args.expert_model_parallel_size == parts == 1 and args.moe_token_dispatcher_type == "alltoall"
+    whole = whole or (_gathers(args) and not args.moe_apply_probs_on_input)
     known = args.fp8_recipe == "delayed" and args.fp8_wgrad and value_of(args, "--fp8-gemm") != "bf16"
     bf16 = args.first_last_layers_bf16 or value_of(args, "--fp8-bf16-layers")
     owned = bool(value_of(args, "--fp8-experts")) and not bf16

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from ..numerics.scaled import ScaledTensor
-from ..ops.groups import Groups
+from ..ops.groups import Groups, Made
 from . import plans
 from .cutlass import CUTLASS, GroupedKernel
 from .cutlass_build import GroupedArgs
@@ -38,13 +38,15 @@ type Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of a, b and the res
 class GroupedTensor:
     """Rows of several experts in FP8, each expert's with its scale: as ScaledTensor, but for padded rows.
 
-    payload (R', K) or None; columns (K, R') or None; scale_inv (E,) float32.
+    payload (R', K) or None; columns (K, R') or None; scale_inv (E,) float32. again: the rows that were cast, and their
+    scale, with which they can be cast again.
     """
 
     groups: Groups
     scale_inv: torch.Tensor
     payload: torch.Tensor | None
     columns: torch.Tensor | None
+    again: tuple[Made, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)

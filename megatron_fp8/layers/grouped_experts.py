@@ -17,6 +17,10 @@ On a GPU such rows' results are not cut but added up, token by token, and so are
 ops): each sum in float32, rounded once. The gradient of the sums is gathered by its cast, as x is. The CPU cuts, and
 leaves the sums to stock, for the sake of its bits.
 
+If only the device knows how many rows there are (gathered_dispatch.py), their matrices are as large as if all that can
+come had come. So no product keeps a copy of its rows in FP8 then: x, or h and the probabilities, are cast again for the
+weight gradient.
+
 Each expert's rows are cast with its own weight's scale. So the results are those of experts that run one after the
 other, if the products are: on the CPU bit for bit (tests/cpu/test_grouped_experts.py).
 """
@@ -31,7 +35,7 @@ from .. import ops
 from ..engine.bank import Bank
 from ..engine.owned_weight import GRAD, INPUT
 from ..gemm import grouped
-from ..ops.groups import Groups, groups_of
+from ..ops.groups import Groups, Made, groups_of
 from .function import Function
 from .mlp import activation_kind
 from .parcel import ticket
@@ -48,12 +52,13 @@ class Box:
     """What the rows of a grouped product are made of. The product finds the box on its input, or has left it on its
     result, for the gradient. Other code sees a ticket in the place of the rows, which has no memory (parcel.py)."""
 
-    __slots__ = "rows", "source", "ticket"
+    __slots__ = "rows", "source", "tables", "ticket"
 
     def __init__(self) -> None:
         self.rows: Contents | None = None
         self.source: torch.Tensor | None = None
         self.ticket: torch.Tensor | None = None
+        self.tables: tuple[Groups, Groups] | None = None  # of groups_of_chosen, if the dispatcher has made them
 
     def put(self, ticket: torch.Tensor, rows: Contents, source: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the ticket. rows: (R, K) in FP8; or (T, K), of which the rows are those of `source` (R,); or cast."""
@@ -104,9 +109,10 @@ class Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, anchor, box: Box | None, bank: Bank, groups: Groups, cut: bool, training: bool):
-        how = {"rows": True, "columns": anchor is not None}
         maker = box_on(x) or Box()
         rows, source = maker.take(x)
+        again = groups.bound and rows is not None  # the columns are made in the backward pass
+        how = {"rows": True, "columns": anchor is not None and not again}
         if rows is None and x.numel() > 1 and not any(x.stride()):
             raise RuntimeError(LOST)  # a ticket without its box
         if isinstance(rows, grouped.GroupedTensor):
@@ -119,16 +125,21 @@ class Grouped(torch.autograd.Function):
         ctx.maker = None if source is None or groups.table is None else maker
         y = grouped.rows(q, w, x.new_empty(groups.rows, w.payload.shape[1]), fast_accum=True)
         ctx.bank, ctx.groups, ctx.w, ctx.training = bank, groups, w, training
-        ctx.shape = x.shape
-        if anchor is not None:
-            ctx.save_for_backward(q.columns, q.scale_inv)
+        ctx.shape, ctx.cast = x.shape, None
+        if anchor is not None and again:
+            assert q.again is not None
+            made, scale = q.again
+            ctx.cast, ctx.read = made.cast, q.groups
+            ctx.save_for_backward(q.scale_inv, scale, *made.of)
+        elif anchor is not None:
+            ctx.save_for_backward(q.scale_inv, q.columns)
         if not cut:
             return y
         return y.index_select(0, groups.place) if groups.table is None else ops.combine(y, groups.table)
 
     @staticmethod
     def backward(ctx, dy):
-        columns, scale_inv = ctx.saved_tensors
+        scale_inv, *kept = ctx.saved_tensors
         bank, groups, needs_dx = ctx.bank, ctx.groups, ctx.needs_input_grad[0]
         codes, _ = (None, None) if ctx.box is None else ctx.box.take(dy)
         if isinstance(codes, grouped.GroupedTensor):
@@ -141,6 +152,11 @@ class Grouped(torch.autograd.Function):
         if needs_dx:
             w_t = bank.transposed(ctx.w)
             dx = grouped.rows(q, w_t, dy.new_empty(groups.rows, w_t.payload.shape[1]))
+        if ctx.cast is None:
+            (columns,) = kept
+        else:
+            scale, *of = kept
+            columns = bank.columns_again(Made(ctx.cast, tuple(of)), INPUT, ctx.read, scale)
         bank.take_gradients(q, grouped.GroupedTensor(groups, scale_inv, None, columns))
         if dx is not None and ctx.maker is not None:
             dx = ctx.maker.put(ticket(ctx.shape, dy, 0.0), ops.combine(dx, groups.table))
@@ -154,12 +170,13 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, probs, groups: Groups):
-        ctx.place = groups.place
-        return probs.new_zeros(groups.rows).index_copy_(0, groups.place, probs)
+        ctx.source, ctx.given = groups.source, probs.numel()
+        return torch.where(groups.source >= 0, probs[groups.source.clamp(min=0)], 0)
 
     @staticmethod
     def backward(ctx, gradient):
-        return gradient.index_select(0, ctx.place), None
+        at = torch.where(ctx.source >= 0, ctx.source, ctx.given).long()
+        return gradient.new_zeros(ctx.given + 1).scatter_(0, at, gradient)[: ctx.given], None
 
 
 class Weighted(Function):
@@ -172,15 +189,15 @@ class Weighted(Function):
     def forward(ctx, h, probs, maker: Box | None, fc1: Bank, fc2: Bank, groups: Groups, training: bool):
         ctx.save_for_backward(h, probs)
         ctx.maker, ctx.bank, ctx.groups, ctx.training = maker, fc1, groups, training
-        made = functools.partial(ops.weighted_quantize, h, probs, groups)
-        q = fc2.cast(made, INPUT, groups, rows=True, columns=maker is not None, training=training)
+        made, columns = Made(ops.weighted_quantize, (h, probs)), maker is not None and not groups.bound
+        q = fc2.cast(made, INPUT, groups, rows=True, columns=columns, training=training)
         return Box().on(ticket((groups.rows, h.shape[1] // 2), h, torch.nan), q)
 
     @staticmethod
     def backward(ctx, dy):
         h, probs = ctx.saved_tensors
         dprobs = torch.empty_like(probs, dtype=torch.float32)
-        made = functools.partial(ops.weighted_backward_quantize, dy, h, probs, ctx.groups, dprobs=dprobs)
+        made = Made(functools.partial(ops.weighted_backward_quantize, dprobs=dprobs), (dy, h, probs))
         q = ctx.bank.cast(made, GRAD, ctx.groups, rows=True, columns=True, training=ctx.training)
         dh = ctx.maker.put(ticket(h.shape, h, 0.0), q)
         return dh, dprobs.to(probs.dtype), None, None, None, None, None
@@ -220,13 +237,17 @@ def experts_together(
 ) -> torch.Tensor:
     """The experts' results (R, h) for rows (R, h), R > 0, of which each has counts (E,), with probabilities (R,).
 
-    If the rows are those of an x (T, h) and still to be gathered, and x `adds_up`: for each row of x the sum (T, h).
+    If the rows are those of an x (T, h) and still to be gathered, and x `adds_up` or the dispatcher has made the
+    tables, which then count: for each row of x the sum (T, h).
 
     like: any of the experts, for its activation function.
     """
-    groups = groups_of(counts, rows.shape[0], rows.device)
     box = box_on(rows)
-    read = groups if box is None else box.read_by(groups)
+    if box is not None and box.tables is not None:
+        groups, read = box.tables
+    else:
+        groups = groups_of(counts, rows.shape[0], rows.device)
+        read = groups if box is None else box.read_by(groups)
     given_back = groups if read.table is None else read  # as the gradient of the result comes
     first, second = _Linear(fc1, read, False, training), _Linear(fc2, given_back, True, training)
     if _weighs(like, rows):

@@ -12,6 +12,7 @@ from .dispatch import dispatch_in_fp8
 from .embedding import add_to_main_grad
 from .emulated_head import emulate_head
 from .fp8_head import head_in_fp8
+from .gathered_dispatch import count_on_device
 from .layer_choice import emulates_head, keep_in_bf16
 from .local_dispatch import keep_counts_here
 from .residual import join_residuals
@@ -63,6 +64,7 @@ def built_with(fp8: Fp8Config):
             if fp8.lm_head and self.post_process:
                 head_in_fp8(self.output_layer, fp8.grad_format)
             keep_counts_here(self)
+            count_on_device(self)
             dispatch_in_fp8(self, fp8)
             add_to_main_grad(self)
             join_residuals(self)

@@ -11,10 +11,15 @@ So a tile of 128 rows belongs to one expert, and an expert without a row has no 
 of the counts only, which is R: the tables are made on the device of the counts, and the host waits for nothing. What
 lies in rows beyond first[E] is undefined, and is read by no GEMM.
 
+If only the device knows that sum too (layers/gathered_dispatch.py), R' is a bound for all that could come
+(`groups_of_chosen`). A row that is given then has the number t E + e, of its token t and expert e, and most numbers
+have no row.
+
 Padding to the tile is DeepGEMM's "contiguous layout" (github.com/deepseek-ai/DeepGEMM).
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +36,7 @@ class Groups:
         first: (E + 1,) int32, the tile that each expert's rows begin with, and the number of all tiles.
         expert: (R' / 128,) int32, each tile's expert; beyond the last tile any.
         source: (R',) int32, the given row that each row is, or -1 for padding.
-        place: (R,) int64, where each given row lies.
+        place: (R,) int64, where each given row lies; None if the host does not know R.
         known: the counts, if the host has them.
         table: (T, k) int32, where each of T tokens' k rows lie, if results are to be added up (reference_combine.py).
     """
@@ -40,7 +45,7 @@ class Groups:
     first: torch.Tensor
     expert: torch.Tensor
     source: torch.Tensor
-    place: torch.Tensor
+    place: torch.Tensor | None
     known: tuple[int, ...] | None
     table: torch.Tensor | None = None
 
@@ -48,6 +53,11 @@ class Groups:
     def rows(self) -> int:
         """R'."""
         return self.source.numel()
+
+    @property
+    def bound(self) -> bool:
+        """Whether R' is a bound for all rows that could have come, and the host does not know how many have."""
+        return self.place is None
 
     def reading(self, source: torch.Tensor, tokens: int | None = None) -> "Groups":
         """The same groups, of rows that are given as x[source] of some x; source (R,).
@@ -57,6 +67,7 @@ class Groups:
 
         x must not have R' rows, which would be read as padded; no x of R or fewer rows has, with two experts or more.
         """
+        assert self.place is not None
         source = source.int()
         read, table = torch.full_like(self.source, -1), None
         read[self.place] = source
@@ -88,3 +99,44 @@ def groups_of(counts: torch.Tensor, rows: int, device: torch.device) -> Groups:
     source = torch.full((tiles.numel() * TILE,), -1, dtype=torch.int32, device=device)
     source[place] = row.int()
     return Groups(counts.int(), first.int(), expert.int(), source, place, known)
+
+
+def groups_of_chosen(chosen: torch.Tensor, most: int) -> tuple[Groups, Groups]:
+    """The Groups of the rows that some of T tokens have with some of E experts: as probabilities (T, E) are given, and
+    as rows of x (T, K), with a `table` for their sums. The host waits for nothing.
+
+    chosen: (T, E) bool, of which no token has more than `most`. A token's rows are added up in the order of experts.
+    """
+    (tokens, experts), device = chosen.shape, chosen.device
+    most = min(most, experts)
+    tiles = (tokens * most + (TILE - 1) * experts) // TILE
+    tiles += tiles * TILE == tokens  # else x would be read as padded
+    nowhere = tiles * TILE
+    by_expert = chosen.t().contiguous()
+    number = by_expert.view(-1).cumsum(0).view(experts, tokens)  # of each row, from 1
+    last = number[:, -1]
+    counts = last.diff(prepend=last.new_zeros(1))
+    ends = ((counts + (TILE - 1)) // TILE).cumsum(0)
+    # Without a row there is a tile of padding nevertheless: no kernel gets a problem without a tile.
+    first = torch.cat([ends.new_zeros(1), ends[:-1], ends[-1:].clamp(min=1)])
+    expert = torch.searchsorted(ends, torch.arange(tiles, device=device), right=True).clamp_(max=experts - 1)
+    shift = first[:-1] * TILE - (last - counts) - 1
+    place = torch.where(by_expert, number + shift[:, None], nowhere)
+    given = torch.arange(tokens * experts, dtype=torch.int32, device=device).view(tokens, experts)
+    source = torch.full((nowhere + 1,), -1, dtype=torch.int32, device=device)
+    source = source.scatter_(0, place.view(-1), given.t().reshape(-1))[:nowhere]
+    table = torch.full((tokens, most + 1), -1, dtype=torch.int32, device=device)
+    table.scatter_(1, torch.where(chosen, chosen.cumsum(1) - 1, most), place.t().int())
+    known = tuple(counts.tolist()) if device.type == "cpu" else None
+    as_given = Groups(counts.int(), first.int(), expert.int(), source, None, known)
+    of_token = source.div(experts, rounding_mode="floor")  # -1 stays
+    return as_given, replace(as_given, source=of_token, table=table[:, :most].contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """Padded rows that are not in memory: `cast(*of, groups, format, scale (E,), rows=, columns=, amax_out=)` casts
+    them as ops.quantize_groups would."""
+
+    cast: Callable[..., tuple[torch.Tensor | None, torch.Tensor | None]]
+    of: tuple[torch.Tensor, ...]

@@ -63,6 +63,7 @@ def spread_groups(
     codes: (R, K) as given. Rows of padding become zeros. Rows beyond the last tile are not written.
     """
     payload = torch.empty(groups.rows, codes.shape[1], dtype=codes.dtype, device=codes.device)
+    assert groups.place is not None
     payload.view(torch.uint8).zero_().index_copy_(0, groups.place, codes.view(torch.uint8))
     return payload if rows else None, payload.t().contiguous() if columns else None
 

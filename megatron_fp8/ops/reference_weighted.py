@@ -2,6 +2,8 @@
 
     act = silu(h1) h2 p        of h (R', 2F) padded, with halves h1 and h2; p (R,) the probabilities of the given rows
 
+A given row that is nowhere among the padded ones (groups.py) has no act, and its probability the gradient zero.
+
 Arithmetic is float32, and the result is rounded to h's type: so stock's fused function rounds. Then it is cast as
 quantize_groups casts what lies in memory. So FP8 gets the bits that it would get of stock's function and a cast, but
 for those of the sigmoid.
@@ -31,9 +33,10 @@ def weighted_quantize(
     h: (R', 2F) padded, bf16, fp16 or fp32; what it has in rows of padding is not read. probs: (R,). The rest is as in
     quantize_groups.
     """
-    there = groups.place
+    there = groups.source >= 0
+    p = probs[groups.source[there].long()]
     act = h.new_zeros(h.shape[0], h.shape[1] // 2)
-    act[there] = (activate(h[there].float(), "swiglu") * probs.float()[:, None]).to(h.dtype)
+    act[there] = (activate(h[there].float(), "swiglu") * p.float()[:, None]).to(h.dtype)
     return quantize_groups(act, groups, fmt, scale, rows=rows, columns=columns, amax_out=amax_out)
 
 
@@ -54,9 +57,9 @@ def weighted_backward_quantize(
 
     dprobs: (R,) float32, becomes the probabilities' gradient. The rest is as in weighted_quantize.
     """
-    there = groups.place
-    mine, given = h[there].float(), dy[there].float()
+    there = groups.source >= 0
+    mine, given, source = h[there].float(), dy[there].float(), groups.source[there].long()
     dh = torch.zeros_like(h)
-    dh[there] = activate_backward(given * probs.float()[:, None], mine, "swiglu").to(h.dtype)
-    dprobs.copy_((activate(mine, "swiglu") * given).sum(1))
+    dh[there] = activate_backward(given * probs[source].float()[:, None], mine, "swiglu").to(h.dtype)
+    dprobs.zero_()[source] = (activate(mine, "swiglu") * given).sum(1)
     return quantize_groups(dh, groups, fmt, scale, rows=rows, columns=columns, amax_out=amax_out)

@@ -27,7 +27,9 @@ LOOKS_NUMERIC = re.compile("fp8|fp4|mxfp|nvfp|amax|quant|kitchen|precision|wgrad
 BESIDE = {  # the value of a flag that prevents step graphs
     "--fp8-emulate": ["E8M3"],
     "--num-experts": ["4", "--disable-bias-linear"],
-    "--expert-model-parallel-size": ["2", "--num-experts", "4", "--disable-bias-linear"],
+    "--expert-model-parallel-size": [
+        *("2", "--num-experts", "4", "--disable-bias-linear", "--moe-token-dispatcher-type", "alltoall"),
+    ],
     "--sft": ["--fp8-attention", "te"],
     "--log-straggler": [],
     "--dataloader-inter-document-masking": ["--fp8-attention", "te"],
@@ -177,7 +179,11 @@ ALL_HERE = "--num-experts 4 --disable-bias-linear --fp8-experts --moe-grouped-ge
         ("--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", False),
         ("--tensor-model-parallel-size 2", True),
         ("--expert-model-parallel-size 2", True),
-        ("--moe-token-dispatcher-type allgather", True),
+        ("--moe-token-dispatcher-type allgather", False),
+        ("--moe-token-dispatcher-type allgather --expert-model-parallel-size 2", False),
+        ("--moe-token-dispatcher-type allgather --tensor-model-parallel-size 2", False),
+        ("--moe-token-dispatcher-type allgather --moe-apply-probs-on-input", True),
+        ("--moe-token-dispatcher-type flex", True),
         ("--moe-expert-capacity-factor 1", True),
         ("--fp8-gemm bf16", True),
         ("--fp8-recipe tensorwise", True),

@@ -176,7 +176,8 @@ def weighted_backward_quantize(
     payload_t = empty_payload(h, (2 * F, M), fmt) if columns else None
     tile_m, tile_k, warps = BACKWARD
     tiles, given = cdiv(F, tile_k), probs.numel()
-    parts = torch.empty(tiles, given, dtype=torch.float32, device=h.device)
+    make = torch.zeros if groups.bound else torch.empty  # then some given rows are nowhere
+    parts = make(tiles, given, dtype=torch.float32, device=h.device)
     _weighted_backward_kernel[(M // tile_m * tiles,)](
         dy.contiguous(), h.contiguous(), probs.contiguous(), M, F, scale, *_tables(groups), payload, payload_t,
         amax_out, parts, given, 0,
