@@ -10,7 +10,7 @@ from megatron_fp8.gemm.cutlass_build import Unavailable
 from megatron_fp8.gemm.interface import serving, use
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaled import ScaledTensor
-from megatron_fp8.ops.groups import TILE, groups_of
+from megatron_fp8.ops.groups import TILE, groups_of, groups_of_chosen
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -84,6 +84,22 @@ def test_sums(counts, n, k, dtype, gap):
         assert torch.equal(ours, theirs) and not ours.isnan().any()
     assert memory[:, :, n:].isnan().all()
     assert all((place == 0).all() for place, count in zip(ours, counts, strict=True) if not count)
+
+
+@pytest.mark.parametrize("which", ["cutlass", "triton"])
+def test_a_rank_without_a_row(which):
+    """Its products have a tile of zeros, and what they leave is zero or not read; sums are zeros, and add none."""
+    groups, read = groups_of_chosen(torch.zeros(300, 4, dtype=torch.bool, device=CUDA), 2)
+    scale, x = torch.ones(4, device=CUDA), torch.randn(300, 128, device=CUDA).bfloat16()
+    a = grouped.GroupedTensor(read, scale, *ops.quantize_groups(x, read, E4M3, scale, rows=True, columns=True))
+    each = tuple(ScaledTensor(torch.randn(64, 128, device=CUDA).to(E4M3.dtype), scale[0]) for _ in range(4))
+    y = torch.full((groups.rows, 64), torch.nan, dtype=torch.bfloat16, device=CUDA)
+    assert getattr(grouped, f"_{which}_rows")(a, grouped.GroupedWeights.of(each), y, True)
+    assert not y[:TILE].any() and y[TILE:].isnan().all() and not ops.combine(y, read.table).any()
+    b = grouped.GroupedTensor(read, scale, *ops.quantize_groups(x, read, E5M2, scale, rows=True, columns=True))
+    dw = torch.full((4, 128, 128), torch.nan, dtype=torch.bfloat16, device=CUDA)
+    for accumulate in (False, True):
+        assert getattr(grouped, f"_{which}_sums")(b, a, dw, accumulate) and not dw.any()
 
 
 def test_a_graph_replays_other_counts():

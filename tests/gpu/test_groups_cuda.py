@@ -10,7 +10,7 @@ from test_ops_cuda import DEVICE, INTERPRETED, on_gpu_only
 from megatron_fp8 import ops
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.ops import reference_groups
-from megatron_fp8.ops.groups import TILE, groups_of
+from megatron_fp8.ops.groups import TILE, groups_of, groups_of_chosen
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 if INTERPRETED:
@@ -103,6 +103,43 @@ def test_rows_cast_before_they_are_sent(counts, width, fmt):
         mine, other = ((t.mT if transposed else t)[:end].float() for t in (mine, other))
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(largest[0], largest[1]) and torch.equal(largest[0], largest[2])
+
+
+# tokens, most experts of one, experts, share of tokens that have any
+PICKED = {"some": (150, 2, 5, 0.6), "none": (40, 2, 3, 0.0), "alone": (128, 1, 1, 0.5), "all": (70, 3, 3, 1.0)}
+
+
+def picked(tokens, most, experts, share):
+    """(T, E) bool: which experts a token has"""
+    drawn = torch.rand(tokens, experts).argsort(1).argsort(1) < torch.randint(1, most + 1, (tokens, 1))
+    return (drawn & (torch.rand(tokens, 1) < share)).to(DEVICE)
+
+
+@pytest.mark.parametrize("name", PICKED)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 0), (0, 1)])
+def test_rows_that_the_device_picks(name, rows, columns):
+    """As rows that were gathered before; without any row there is a tile of zeros."""
+    chosen = picked(*PICKED[name])
+    tokens, experts = chosen.shape
+    _, read = groups_of_chosen(chosen, PICKED[name][1])
+    x, scale = torch.randn(tokens, 72, device=DEVICE).bfloat16(), 0.1 + 100 * torch.rand(experts, device=DEVICE)
+    largest = torch.zeros(2, experts, device=DEVICE)
+    how = {"rows": bool(rows), "columns": bool(columns)}
+    ours = quantize_groups(x, read, E4M3, scale, amax_out=largest[0], **how)
+    end, count = int(read.first[-1]) * TILE, int(chosen.sum())
+    assert end and bool(count) == (name != "none")
+    if count:
+        groups = groups_of(chosen.sum(0), count, torch.device(DEVICE))
+        gathered = x[chosen.t().nonzero()[:, 1]]
+        theirs = reference_groups.quantize_groups(gathered, groups, E4M3, scale, amax_out=largest[1], **how)
+    else:
+        theirs = [torch.zeros_like(t) if t is not None else None for t in ours]
+    for mine, other, transposed in zip(ours, theirs, (False, True), strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            mine, other = ((t.mT if transposed else t)[:end].float() for t in (mine, other))
+            assert torch.equal(mine, other)
+    assert torch.equal(*largest)
 
 
 @pytest.mark.parametrize("tokens", [1, 50, 3000])

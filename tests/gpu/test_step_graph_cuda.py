@@ -3,7 +3,7 @@ evaluations, to the last bit, of the one that its host launches kernel by kernel
 
 import pytest
 import torch
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import TINY_GPT, run_megatron, script_path
 
 pytestmark = pytest.mark.gpu
 GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
@@ -15,6 +15,8 @@ VIRTUAL = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virt
 # Two experts a token: the sum of two rows does not depend on the order in which stock's atomics add them.
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --fp8-experts --moe-grouped-gemm "
 EXPERTS += "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
+# The GPU picks the rows of a rank's experts (layers/gathered_dispatch.py).
+GATHERED = f"{EXPERTS} --moe-token-dispatcher-type allgather --expert-model-parallel-size 2"
 CASES = {
     "O1": (1, "--fp8-level O1"),
     "O2-dropout": (1, "--fp8-level O2 --attention-dropout 0.1 --hidden-dropout 0.1"),
@@ -43,6 +45,16 @@ CASES = {
     "tensor-experts": (
         2,
         f"--fp8-level O3 {EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+    ),
+    "ranks-experts": (2, f"--fp8-level O3 {GATHERED} --fp8-grad-accum fp8 --moe-router-dtype fp32"),
+    "ranks-experts-recomputed": (
+        2,
+        f"--fp8-level O3 {GATHERED} {SHARDED} --moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 64 "
+        "--recompute-granularity selective --recompute-modules moe",
+    ),
+    "ranks-experts-sequence": (
+        2,
+        f"--fp8-level O1 {GATHERED} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
     ),
     "data-O1": (2, f"--fp8-level O1 {SHARDED}"),
     "data-bf16": (
@@ -90,6 +102,19 @@ def test_graphed_steps_are_the_steps(case):
     plain = run_megatron(nproc, [*flags, *(NEVER.split() if "experts" in case else [])], gpu=True, timeout=120)
     assert not any("is a CUDA graph from now on" in line for line in plain.lines)
     same(graphed, plain, 24 if case == "O3-spikes" else 12)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_rows_that_the_gpu_picks_are_stocks():
+    """Without a graph, beside stock's dispatcher, which counts them on the host: as long as a token has at most two."""
+    nproc, flags = flags_of("ranks-experts")
+    flags += NEVER.split()
+    picked = run_megatron(nproc, flags, gpu=True, timeout=120)
+    script = "tests/scripts/stocks_dispatcher.py"
+    stocks = run_megatron(nproc, flags, script=script, env={"PYTHONPATH": script_path()}, gpu=True, timeout=120)
+    assert sum("stock's dispatchers: 2" in line for line in stocks.lines) == nproc
+    assert exact(picked) == exact(stocks) and len(exact(picked)) == 12
+    assert picked.grad_norms == stocks.grad_norms and picked.validation_losses == stocks.validation_losses != []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

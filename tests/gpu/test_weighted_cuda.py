@@ -8,13 +8,13 @@ tests/unit/test_triton_interpreter.py runs this file without a GPU too, through 
 
 import pytest
 import torch
-from test_groups_cuda import COUNTS, in_full
+from test_groups_cuda import COUNTS, PICKED, in_full, picked
 from test_ops_cuda import DEVICE, INTERPRETED, on_gpu_only
 
 from megatron_fp8 import ops
 from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.ops import reference_weighted
-from megatron_fp8.ops.groups import TILE, groups_of
+from megatron_fp8.ops.groups import TILE, groups_of, groups_of_chosen
 from megatron_fp8.ops.reference_groups import quantize_groups
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -126,6 +126,44 @@ def test_backward(counts, width, plain, wanted):
     # With the amax too: without it the kernel is another, whose sums may have another order.
     weighted_backward_quantize(*given, dprobs=again, amax_out=largest[0], **how)
     torch.testing.assert_close(again, dprobs[0], rtol=0, atol=0, equal_nan=True)  # in a fixed order
+
+
+@pytest.mark.parametrize("name", PICKED)
+@pytest.mark.parametrize("wanted", LAYOUTS, ids=str)
+def test_rows_that_the_device_picks(name, wanted, monkeypatch):
+    """As rows whose number the host knows. A probability without a row has the gradient zero."""
+    rows, columns, with_amax = wanted
+    chosen, width = picked(*PICKED[name]), 72
+    tokens, experts = chosen.shape
+    groups, _ = groups_of_chosen(chosen, PICKED[name][1])
+    own, count = (groups.source >= 0)[:, None], int(chosen.sum())
+    scale = 0.1 + 100 * torch.rand(experts, device=DEVICE)
+    sizes = 2 * width, width
+    h, dy = (torch.randn(groups.rows, n, device=DEVICE).to(BF16).masked_fill(~own, torch.nan) for n in sizes)
+    probs = torch.rand(tokens * experts, device=DEVICE)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: empty(*shape, **how).fill_(torch.nan))
+    dprobs = torch.full_like(probs, torch.nan)
+    largest = torch.zeros(4, experts, device=DEVICE) if with_amax else [None] * 4
+    how = {"rows": bool(rows), "columns": bool(columns)}
+    ours = weighted_quantize(h, probs, groups, E4M3, scale, amax_out=largest[0], **how)
+    given = dy, h, probs, groups, E5M2, scale
+    ours_back = weighted_backward_quantize(*given, dprobs=dprobs, amax_out=largest[1], **how)
+    there = chosen.t().nonzero()
+    at = there[:, 1] * experts + there[:, 0]
+    assert not dprobs[~chosen.reshape(-1)].any() and dprobs.isfinite().all()
+    if not count:
+        return
+    known = groups_of(chosen.sum(0), count, torch.device(DEVICE))
+    h, dy = (in_full(x[own[:, 0]], known) for x in (h, dy))
+    theirs = weighted_quantize(h, probs[at], known, E4M3, scale, amax_out=largest[2], **how)
+    of_known, given = torch.empty(count, device=DEVICE), (dy, h, probs[at], known, E5M2, scale)
+    theirs_back = weighted_backward_quantize(*given, dprobs=of_known, amax_out=largest[3], **how)
+    alike(ours, theirs, known, (rows, columns), True)
+    alike(ours_back, theirs_back, known, (rows, columns), True)
+    assert torch.equal(dprobs[at], of_known)
+    if with_amax:
+        assert torch.equal(largest[0], largest[2]) and torch.equal(largest[1], largest[3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
