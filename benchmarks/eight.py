@@ -4,6 +4,7 @@
     python benchmarks/eight.py --te-path DIR --nproc 4 --arms 175b:O3-graph:1 175b:bf16:1 --csv FILE
     python benchmarks/eight.py --nproc 8 --table --csv benchmarks/results/eight.csv               runs nothing
     python benchmarks/eight.py --nproc 2 --gbs 8 --arms qwen3-30b-a3b:O3-experts-grouped:1 --csv FILE     two H200s
+    python benchmarks/eight.py --nproc 2 --gbs 8 --arms qwen3-30b-a3b:O3-experts-graph:1 --csv FILE       two H200s
     python benchmarks/eight.py --nproc 1 --gbs 8 --arms deepseek-v2-lite:O3-experts-grouped:1 --csv FILE  one H200
     python benchmarks/eight.py --nproc 2 --arms tiny:O3:2 tiny:bf16-local:2                        any machine
 
@@ -17,6 +18,8 @@ more memory than a GPU has is not tried.
     qwen3-moe    layers of Qwen3-30B-A3B, expert parallelism over all GPUs, sequence 4,096
     13b-whole    GPT-13B in the layout of 175b-dp2
     qwen3-30b-a3b, deepseek-v2-lite    whole; expert parallelism over all GPUs, gradients in FP8, sequence 4,096
+
+O3-experts-graph with expert parallelism has the all-gather dispatcher: with the other there is no graph.
 
 A step has 16 sequences, or --gbs. Every system trains the same model. Its layers are as many as fit 80 GB in all
 systems, with 2 GB to spare, in the first layout (LAYERS). By the estimate Transformer Engine needs most: at micro-batch
@@ -119,6 +122,8 @@ def settings(
     shape, flags = LAYOUTS[arm.layout]
     count = layers or LAYERS.get(shape, {}).get(gpus)
     words = [shape, *([f"--num-layers={count}"] if count else []), *flags.format(gpus=gpus, half=gpus // 2).split()]
+    if arm.system == "O3-experts-graph" and gpus > 1 and _EXPERTS in flags:
+        words.append("--moe-token-dispatcher-type=allgather")
     shape = " ".join([*words, *extra])
     return {"shape": shape, "nproc": gpus, "gbs": batch, "system": arm.system, "mbs": arm.micro_batch}
 

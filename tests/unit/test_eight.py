@@ -108,6 +108,17 @@ def test_an_arm_that_cannot_fit_is_not_tried(monkeypatch, capsys):
     assert started[1:] == [["O3-graph"], ["te-delayed-graph"]]
 
 
+@pytest.mark.parametrize(("arm", "gpus", "gathers"), [
+    ("qwen3-30b-a3b:O3-experts-graph:1", 2, True), ("qwen3-30b-a3b:O3-experts-grouped:1", 2, False),
+    ("deepseek-v2-lite:O3-experts-graph:1", 1, False),
+])  # fmt: skip
+def test_a_graph_with_experts_on_several_gpus_gathers_tokens(arm, gpus, gathers):
+    row = eight.settings(eight.arm_of(arm), gpus, batch=8)
+    found = eight.predicted(row, hardware.load("h200"))
+    assert found is not None and found.workload.picks == gathers
+    assert found.workload.graphed == arm.split(":")[1].endswith("graph") and found.room() > 5
+
+
 def cells(page: str) -> dict[str, dict[str, str]]:
     """{arm: {column: cell}} of a Markdown table."""
     lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines() if "|" in line]

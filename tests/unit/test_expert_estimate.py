@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import architecture
 import pytest
+import torch
 from kept import LENGTH, TOKENS, WIDTH, kept
 from launch import ROOT
 from test_latent_estimate import DEEPSEEK
 
 from megatron_fp8.errors import UserError
+from megatron_fp8.ops.groups import groups_of_chosen
 from megatron_fp8.tools.perf import (
     activations,
     collectives,
@@ -267,6 +269,31 @@ def test_gradients_of_experts_go_over_expert_data_parallelism(owned):
 
 
 # Memory.
+
+
+GATHERED = "--moe-token-dispatcher-type allgather --cuda-graph-impl full_iteration"
+
+
+@pytest.mark.parametrize(("size", "router"), [(2, "--moe-router-dtype fp32"), (32, "")])
+def test_rows_that_the_gpu_picks(size, router):
+    """Room as the tables have it, of 64 experts or of 4. Kept are x of all tokens, fc1's output and the tables."""
+    flags = f"{TOGETHER} --global-batch-size {2 * size} --expert-model-parallel-size {size} {router}"
+    sent, plain, w = (
+        workload(f"{flags} {more}", gpus=size)
+        for more in ("--cuda-graph-impl full_iteration", "--moe-token-dispatcher-type allgather", GATHERED)
+    )
+    assert [one.picks for one in (sent, plain, w)] == [False, False, True] and not sent.graphed
+    assert plain.room_rows == plain.padded_rows == w.padded_rows
+    tokens, experts = 2 * 4096 * size, 128 // size
+    given, read = groups_of_chosen(torch.empty(tokens, experts, dtype=torch.bool, device="meta"), 8)
+    assert w.room_rows == given.rows
+    probability = 4 if router else 2
+    tables = given.source.nbytes + read.source.nbytes + read.table.nbytes + tokens * experts * probability
+    rows = 2 * tokens * 2048 + 2 * given.rows * 2 * 768 + tables
+    moe = replace(w, recompute="selective", modules=("moe",))
+    assert activations.layer(w, True) - activations.layer(moe, True) == pytest.approx(rows)
+    tokens_sent = [collectives.micro_batches(one, H200)["tokens"].inside for one in (replace(w, router_fp32=False), w)]
+    assert tokens_sent[1] / tokens_sent[0] == pytest.approx(1.5 if router else 1)
 
 
 def test_states_are_the_memory_reports():

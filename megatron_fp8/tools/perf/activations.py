@@ -15,8 +15,9 @@ With --qk-layernorm the inputs of the norms of q and k are kept too, 2 (A + K). 
 one width and v of another, the input norm's output 2h, and an up projection's input, i bytes and 2 if a norm is before.
 
 In a layer with experts the norm's output is kept in BF16 too, for the router, and its input with --fp8-activations.
-Each row that comes to an expert keeps i h + 2U + i F of that expert, and 40 bytes of indices and probabilities. Shared
-experts keep what an MLP does.
+Each row that comes to an expert keeps i h + 2U + i F of that expert, and 40 bytes of indices and probabilities. If the
+GPU picks the rows (Workload.picks), all tokens of all ranks keep 2h, each row that there is room for 2U and 8 bytes of
+indices, and each token and expert a probability. Shared experts keep what an MLP does.
 
 The model assumes flash attention. The peak is in the loss (last stage) or in the backward pass of a layer, with as many
 micro-batches in flight as the schedule allows.
@@ -105,6 +106,9 @@ def _of_rows(w: Workload) -> float:
     """Bytes that a layer's routed experts keep."""
     i = 1 if w.experts_fp8 else 2
     (fc1, hidden), (_, ffn) = w.job.expert
+    if w.picks:
+        a_token = 2 * hidden + (4 if w.router_fp32 else 2) * w.job.local_experts + 4 * min(w.topk, w.job.local_experts)
+        return w.gathered_tokens * a_token + w.room_rows * (2 * fc1 + 8)
     return w.padded_rows * (i * hidden + 2 * fc1 + i * ffn) + w.rows * _OF_A_ROW
 
 
@@ -185,7 +189,7 @@ def _backward_of_rows(w: Workload) -> float:
     together those of all experts at once."""
     (fc1, hidden), (_, ffn) = w.job.expert
     at_once = w.job.local_experts if w.together and (w.cells() or {}).get("grad_accum") == "fp8" else 1
-    return w.padded_rows * 2 * (2 * hidden + fc1 + ffn) + at_once * 2 * fc1 * hidden
+    return w.room_rows * 2 * (2 * hidden + fc1 + ffn) + at_once * 2 * fc1 * hidden
 
 
 def _beside(w: Workload, moe: bool) -> float:

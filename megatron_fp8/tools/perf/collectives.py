@@ -103,14 +103,16 @@ def _dispatch(w: Workload, hardware: Hardware, layers: int) -> dict[str, Traffic
     all-to-all    rows to the ranks of their experts and back, forward and backward; then over the parts of an expert,
                   if tensor parallelism cuts them, gathers and reduce-scatters. In BF16; with --fp8-dispatch half the
                   bytes to the experts, forward or both ways
-    all-gather    all tokens to all ranks that share the experts, and sums of theirs back, forward and backward, in BF16
+    all-gather    all tokens to all ranks that share the experts, and sums of theirs back, forward and backward, in
+                  BF16; sums of results, and their gradients, in the type of the probabilities
     """
     job = w.job
     forward, each = 1 + w.again(MOE), w.micro_batches * layers
     token, passes = 2.0 * job.hidden_size * w.tokens / w.split, 2 * forward + 2
     ranks, parts = job.expert_ranks, job.expert_ranks // job.expert_model_parallel_size
     if w.dispatcher == "allgather":
-        return {"tokens": _ring(w, hardware, ranks, 1, token * ranks, 1.0, passes * each)} if ranks > 1 else {}
+        mean = token * ranks * (1.5 if w.router_fp32 else 1)  # half of the passes are of results
+        return {"tokens": _ring(w, hardware, ranks, 1, mean, 1.0, passes * each)} if ranks > 1 else {}
     narrow = {"off": 0, "forward": forward, "both": forward + 1}[w.fp8_dispatch]
     sent = ((passes - narrow) * each, token * w.topk), (narrow * each, token * w.topk / 2)  # (how often, bytes)
     found = {}

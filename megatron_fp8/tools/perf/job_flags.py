@@ -188,6 +188,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         grouped=bool(args.moe_grouped_gemm),
         permute_fused=bool(args.moe_permute_fusion),
         dispatcher=args.moe_token_dispatcher_type,
+        router_fp32=args.moe_router_dtype == "fp32",
         fp8_dispatch=getattr(args, "fp8_dispatch", None) or OFF if system.level else OFF,
     )
 

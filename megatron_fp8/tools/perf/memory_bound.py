@@ -74,8 +74,9 @@ def _routed(w: Workload) -> dict[str, float]:
     rows, ours = w.padded_rows, w.system.level is not None
     joined = ours and w.together and job.swiglu  # the activation function is a part of the casts
     cast = w.system.cast * rows * (2 * h + (fc1 + ffn) * (not joined)) * w.experts_fp8
+    cast += 2 * rows * (h + fc1 * joined) * w.picks  # x and fc1's output are read once more
     permute = (PERMUTE_FUSED if w.permute_fused else PERMUTE) + REJOIN * (ours or not w.together)
-    here = w.dispatcher == "alltoall" and job.expert_ranks == 1 and not w.permute_fused
+    here = w.picks or (w.dispatcher == "alltoall" and job.expert_ranks == 1 and not w.permute_fused)
     if ours and w.together and here:
         permute = PERMUTE_HERE
     if job.expert_model_parallel_size > 1 and job.local_experts > 1 and w.dispatcher == "alltoall":

@@ -31,6 +31,7 @@ class Workload:
     topk: routed experts a token.
     grouped: --moe-grouped-gemm.  permute_fused: --moe-permute-fusion.
     dispatcher: --moe-token-dispatcher-type.  fp8_dispatch: --fp8-dispatch, of a level.
+    router_fp32: whether probabilities are FP32 (--moe-router-dtype).
     """
 
     job: Job
@@ -60,6 +61,7 @@ class Workload:
     permute_fused: bool = False
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
     fp8_dispatch: Literal["off", "forward", "both"] = "off"
+    router_fp32: bool = False
 
     def __post_init__(self):
         for flag, value in (("--seq-length", self.sequence), ("--micro-batch-size", self.micro_batch),
@@ -148,6 +150,26 @@ class Workload:
         from ...ops.groups import TILE  # late: a mistake in the flags must not wait for torch
 
         return self.rows + self.job.local_experts * TILE / 2
+
+    @property
+    def picks(self) -> bool:
+        """Whether the GPU picks its experts' rows from all tokens (layers/gathered_dispatch.py)."""
+        return self.graphed and self.dispatcher == "allgather" and self.experts_owned and self.together
+
+    @property
+    def gathered_tokens(self) -> float:
+        """Tokens of all ranks that share a layer's experts."""
+        return self.tokens / self.split * self.job.expert_ranks
+
+    @property
+    def room_rows(self) -> float:
+        """Rows that a rank's routed experts have room for: `padded_rows`, or if it `picks` all that could come."""
+        if not self.picks:
+            return self.padded_rows
+        from ...ops.groups import TILE  # late: a mistake in the flags must not wait for torch
+
+        most, experts = min(self.topk, self.job.local_experts), self.job.local_experts
+        return (self.gathered_tokens * most + (TILE - 1) * experts) // TILE * TILE
 
     @property
     def experts_fp8(self) -> bool:
