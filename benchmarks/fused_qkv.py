@@ -6,11 +6,15 @@ Microseconds are medians of triton.testing.do_bench, which empties the L2 cache 
 counts the bytes that must move: each element that is read or written once, without the tables. Stock's forward is
 torch.split and its unfused rotary embedding under autograd; its backward is autograd's of that. For the FP8 rows
 stock's time includes the cast of the BF16 gradient into both layouts.
+
+The last rows are of models with RMSNorm of queries and keys (--qk-layernorm): both norms with rotation, of q and of k,
+beside torch's split, norm and stock's rotation.
 """
 
 import argparse
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from stamp import commit
 from triton.testing import do_bench
@@ -26,6 +30,12 @@ SHAPES = {  # s, b, groups, query heads a group, size of a head, rotated element
     "Llama-like, rotary": (4096, 2, 8, 4, 128, 128, False),
     "Llama-like, interleaved": (4096, 2, 8, 4, 128, 128, True),
 }
+
+NORMED = {  # s, b, groups, query heads a group, size of a head
+    "Qwen3-30B-A3B": (4096, 2, 4, 8, 128),
+    "Qwen3 8B": (4096, 2, 8, 4, 128),
+}
+EPS = 1e-6
 
 
 def stock_split(mixed, groups, r, angles, interleaved):
@@ -81,12 +91,44 @@ def measure(name: str, shape: tuple[int, ...]) -> None:
     row(name, "join, FP8 both layouts", join(True), 4 * n, with_cast)
 
 
+def measure_normed(name: str, shape: tuple[int, ...]) -> None:
+    s, b, groups, r, hn = shape
+    mixed = torch.randn(s, b, groups * (r + 2) * hn, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    angles = torch.rand(s, 1, 1, hn, device="cuda") * 100
+    gains = [torch.ones(hn, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(2)]
+    heads = mixed.detach().view(s, b, groups, r + 2, hn)
+    parts = list(zip((heads[..., :r, :], heads[..., r : r + 1, :]), (gain.detach() for gain in gains), strict=True))
+    tables, how = (angles[:, 0, 0].cos(), angles[:, 0, 0].sin()), {"zero_centered": False, "interleaved": False}
+
+    def stock():
+        q, k, _ = stock_split(mixed, groups, r, None, False)
+        normed = [F.rms_norm(t, (hn,), gain, EPS) for t, gain in zip((q, k), gains, strict=True)]
+        return [_apply_rotary_pos_emb_bshd(t, angles, rotary_interleaved=False) for t in normed]
+
+    made = stock()
+    grads = [torch.randn_like(t) for t in made]
+    n = s * b * groups * (r + 1) * hn
+
+    def forward():
+        return [ops.norm_rotate(x, gain, EPS, *tables, **how) for x, gain in parts]
+
+    def backward():
+        given = zip(grads, parts, strict=True)
+        return [ops.norm_rotate_backward(dy, x, gain, EPS, *tables, **how) for dy, (x, gain) in given]
+
+    row(name, "norm and rotation", forward, 4 * n, microseconds(stock))
+    of_stock = microseconds(lambda: torch.autograd.grad(made, [mixed, *gains], grads, retain_graph=True))
+    row(name, "backward", backward, 6 * n, of_stock)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {commit()}")
     print("if ours casts, stock's time includes the cast into both layouts")
     for name, shape in SHAPES.items():
         measure(name, shape)
+    for name, shape in NORMED.items():
+        measure_normed(name, shape)
 
 
 if __name__ == "__main__":

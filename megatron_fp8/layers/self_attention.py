@@ -3,12 +3,15 @@
     forward   qkv = x W^T  ──►  q, k, v      rotated where they lie, or written once (ops.split_qkv)
     backward  dq, dk, dv   ──►  d qkv        turned back and gathered (ops.join_qkv)
 
+With --qk-layernorm, if it is RMSNorm, a kernel for q and one for k normalise each head too (ops.norm_rotate). They read
+the product where it lies, and it is kept for the backward pass; v stays a part of it.
+
 Stock's splits with torch and concatenates the gradients; its rotary embedding, without Transformer Engine, is a dozen
 element-wise kernels on BF16. The rest of a layer is stock's own forward pass, which gets no rotary embedding then.
 
 Rotation is fused unless --no-rope-fusion is given, which means stock's arithmetic: cos, sin and products rounded to
-BF16. Stock's path also rotates what comes after a norm of q and k, generation, and angles that differ from sample to
-sample or from q to k. Of packed sequences both are given each token's own angles (packed.py). Where a rank gathers
+BF16. Stock's path also rotates what comes after another norm of q and k, generation, and angles that differ from sample
+to sample or from q to k. Of packed sequences both are given each token's own angles (packed.py). Where a rank gathers
 other ranks' QKV (fewer groups than tensor-parallel ranks), and with output gates, it splits too.
 """
 
@@ -23,6 +26,7 @@ from ..ops.source import Payloads
 from .attention import TorchAttention
 from .function import Function
 from .linear import Fp8ColumnParallelLinear, hooked
+from .norm import Norm, NormKind
 from .packed import Documents, documents_of, same_memory
 from .parcel import Parcel, carried
 
@@ -72,6 +76,40 @@ class SplitQkv(Function):
         return mixed, None, None, None, None, None
 
 
+class NormedSplitQkv(Function):
+    """mixed, as in SplitQkv but left as it is, and the norms' weights (hn,) -> q and k, normalised and rotated; v."""
+
+    @staticmethod
+    def forward(
+        ctx, mixed, q_weight, k_weight, groups: int, heads_per_group: int, rotary: Rotary, paired: bool,
+        maker: Parcel | None, kind: NormKind,
+    ):  # fmt: skip
+        s, b, width = mixed.shape
+        r, hn = heads_per_group, width // (groups * (heads_per_group + 2))
+        how = {"zero_centered": kind.zero_centered, "interleaved": rotary.interleaved}
+        ctx.save_for_backward(mixed, q_weight, k_weight)
+        ctx.how, ctx.maker = (groups, r, rotary, kind.eps, how), maker
+        heads = mixed.view(s, b, groups, r + 2, hn)
+        k, v = None, heads[..., r + 1, :]
+        if paired:
+            pairs = mixed.new_empty(s, b, groups, 2 * hn)
+            k, v = pairs[..., :hn], pairs[..., hn:].copy_(v)
+        q = ops.norm_rotate(heads[..., :r, :], q_weight, kind.eps, rotary.cos, rotary.sin, **how)
+        k = ops.norm_rotate(heads[..., r : r + 1, :], k_weight, kind.eps, rotary.cos, rotary.sin, **how, out=k)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        mixed, q_weight, k_weight = ctx.saved_tensors
+        groups, r, (cos, sin, _), eps, how = ctx.how
+        heads = mixed.view(*mixed.shape[:2], groups, r + 2, dv.shape[-1])
+        dq, dq_weight = ops.norm_rotate_backward(dq, heads[..., :r, :], q_weight, eps, cos, sin, **how)
+        dk, dk_weight = ops.norm_rotate_backward(dk, heads[..., r : r + 1, :], k_weight, eps, cos, sin, **how)
+        joined = JoinedGradient(dq, dk, dv, Rotary())
+        d_mixed = joined.values().view(mixed.shape) if ctx.maker is None else ctx.maker.post(joined, mixed.shape, dq)
+        return d_mixed, dq_weight, dk_weight, None, None, None, None, None, None
+
+
 _KEPT = 2  # tables: of training, and of a validation with another length
 _kept: list[tuple[torch.Tensor, int, float, tuple[torch.Tensor, torch.Tensor]]] = []
 
@@ -109,10 +147,9 @@ class FusedSelfAttention(SelfAttention):
         super().__init__(*args, **kwargs)
         config = self.config
         no_rotation = config.no_rope_freq and config.no_rope_freq[self.layer_number - 1]
-        normed = self.q_layernorm is not None or self.k_layernorm is not None
         self._splits = config.num_query_groups >= self.world_size and not config.test_mode
         self._rotates = (
-            *(self._splits, fp8_config.fuses_rotary, not no_rotation, not normed),
+            *(self._splits, fp8_config.fuses_rotary, not no_rotation),
             *(not config.attention_output_gate, not config.fused_single_qkv_rope),
         )
         self._rotary = Rotary()  # of the forward pass under way
@@ -152,6 +189,7 @@ class FusedSelfAttention(SelfAttention):
         packed = kwargs.get("packed_seq_params")
         return (
             all(self._rotates)
+            and self._norms_fuse()
             and not args
             and all(kwargs.get(name) is None for name in unusual)
             and (packed is None or isinstance(packed, Documents))
@@ -159,6 +197,14 @@ class FusedSelfAttention(SelfAttention):
             and angles.dim() == 4
             and angles.shape[1:3] == (1, 1)
         )
+
+    def _norms_fuse(self) -> bool:
+        """Whether the rotation may follow the norms of q and k, if there are any, in one kernel."""
+        norms = self.q_layernorm, self.k_layernorm
+        if norms == (None, None):
+            return True
+        ours = all(type(norm) is Norm and norm.kind.rms and not hooked(norm) for norm in norms)
+        return ours and norms[0].kind == norms[1].kind
 
     def get_query_key_value_tensors(
         self, hidden_states, key_value_states=None, output_gate: bool = False, split_qkv: bool = True
@@ -172,7 +218,11 @@ class FusedSelfAttention(SelfAttention):
             mixed, maker = mixed.clone(), None  # the split uses it up; a hook or a wrapper of the linear may keep it
         groups = self.num_query_groups_per_partition
         heads_per_group = self.num_attention_heads_per_partition // groups
-        q, k, v = SplitQkv.apply(mixed, groups, heads_per_group, self._rotary, self._pairs, maker)
+        how = groups, heads_per_group, self._rotary, self._pairs, maker
+        if self._rotary.cos is not None and self.q_layernorm is not None:
+            norms = self.q_layernorm, self.k_layernorm
+            return NormedSplitQkv.apply(mixed, *(norm.weight for norm in norms), *how, norms[0].kind)
+        q, k, v = SplitQkv.apply(mixed, *how)
         q = q if self.q_layernorm is None else self.q_layernorm(q)
         k = k if self.k_layernorm is None else self.k_layernorm(k)
         return q, k, v

@@ -13,6 +13,7 @@ from . import (
     reference_embedding,
     reference_groups,
     reference_norm,
+    reference_qk_norm,
     reference_qkv,
     reference_statistics,
     reference_weighted,
@@ -40,6 +41,8 @@ activate_quantize = operation(reference_activation.activate_quantize, "activatio
 activate_backward_quantize = operation(reference_activation.activate_backward_quantize, "activation")
 split_qkv = operation(reference_qkv.split_qkv, "qkv")
 join_qkv = operation(reference_qkv.join_qkv, "qkv")
+norm_rotate = operation(reference_qk_norm.norm_rotate, "qk_norm")
+norm_rotate_backward = operation(reference_qk_norm.norm_rotate_backward, "qk_norm")
 merge_attention = operation(reference_attention.merge_attention, "attention")
 count_cast = operation(reference_statistics.count_cast, "statistics")
 emulate = operation(emulation.emulate, "emulate")

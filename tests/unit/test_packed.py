@@ -14,6 +14,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from megatron_fp8.layers import packed
 from megatron_fp8.layers.attention import TorchAttention, UnfusedAttention
+from megatron_fp8.layers.norm import Norm
 from megatron_fp8.layers.packed import Documents, documents_of
 from megatron_fp8.layers.self_attention import FusedSelfAttention
 
@@ -36,13 +37,13 @@ def params(**changed) -> PackedSeqParams:
     return PackedSeqParams(**{"qkv_format": "thd", **given, **changed})
 
 
-def attention(fuses=True, core=TorchAttention, **settings) -> FusedSelfAttention:
+def attention(fuses=True, core=TorchAttention, norm=WrappedTorchNorm, **settings) -> FusedSelfAttention:
     torch.manual_seed(0)
     settings = {"attention_dropout": 0.0, "num_query_groups": GROUPS, **settings}
     config = TransformerConfig(
         num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, use_cpu_initialization=True, **settings
     )
-    norm = WrappedTorchNorm if config.qk_layernorm else None
+    norm = norm if config.qk_layernorm else None
     parts = SelfAttentionSubmodules(Linear, core, Linear, norm, norm)
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     fp8 = SimpleNamespace(fuses_rotary=fuses)
@@ -63,6 +64,7 @@ SETTINGS = [
     {},
     {"fuses": False},
     {"qk_layernorm": True},
+    {"qk_layernorm": True, "normalization": "RMSNorm", "norm": Norm},
     {"num_query_groups": HEADS},
     {"rotary_interleaved": True},
     {"window_size": (3, 0)},
@@ -97,7 +99,7 @@ def test_the_core_has_the_bits_of_one_document_at_a_time():
     assert torch.equal(core(q[:, None], k[:, None], v[:, None], packed_seq_params=params()), y[:, None])
 
 
-@pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
+@pytest.mark.parametrize("settings", SETTINGS[:4], ids=str)
 def test_nothing_leaks_from_one_document_to_another(settings):
     """A document's result does not change with its neighbours, and has a gradient of exactly 0 in them."""
     ours, x = attention(**settings), hidden()

@@ -13,6 +13,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron_fp8 import ops
 from megatron_fp8.layers import self_attention
 from megatron_fp8.layers.attention import TorchAttention
+from megatron_fp8.layers.norm import Norm
 from megatron_fp8.layers.self_attention import FusedSelfAttention, Rotary, SplitQkv, cos_sin
 
 S, B, HIDDEN, HEADS = 12, 2, 64, 4
@@ -32,12 +33,12 @@ def built():
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     groups = SimpleNamespace(tp=group, cp=group)
 
-    def build(fuses_rotary=True, **settings):
+    def build(fuses_rotary=True, norm=WrappedTorchNorm, **settings):
         settings = {"attention_dropout": 0.0, "add_bias_linear": True, **settings}
         config = TransformerConfig(
             num_layers=2, hidden_size=HIDDEN, num_attention_heads=HEADS, use_cpu_initialization=True, **settings
         )
-        norm = WrappedTorchNorm if config.qk_layernorm else None
+        norm = norm if config.qk_layernorm else None
         parts = SelfAttentionSubmodules(Linear, TorchAttention, Linear, norm, norm)
         args = (config, parts, 1, AttnMaskType.causal)
         stock = SelfAttention(*args, pg_collection=groups)
@@ -62,6 +63,7 @@ def embedding(rotated=HIDDEN // HEADS):
     return 30 * torch.randn(S, 1, 1, rotated)
 
 
+RMS = {"qk_layernorm": True, "normalization": "RMSNorm", "norm": Norm, "num_query_groups": 2}
 CASES = {  # (settings of the model, numbers of a head that are rotated, whether the rotation is fused)
     "plain": ({}, 16, True),
     "grouped": ({"num_query_groups": 2}, 16, True),
@@ -70,7 +72,10 @@ CASES = {  # (settings of the model, numbers of a head that are rotated, whether
     "interleaved": ({"rotary_interleaved": True}, 16, True),
     "no rotation": ({"num_query_groups": 2}, None, False),
     "--no-rope-fusion": ({"fuses_rotary": False}, 16, False),
-    "norms of q and k": ({"qk_layernorm": True, "num_query_groups": 2}, 16, False),
+    "another class's norms": ({"qk_layernorm": True, "num_query_groups": 2}, 16, False),
+    "LayerNorm of q and k": ({"qk_layernorm": True, "norm": Norm}, 16, False),
+    "norms, --no-rope-fusion": ({**RMS, "fuses_rotary": False}, 16, False),
+    "norms without rotation": (RMS, None, False),
     "a layer without": ({"no_rope_freq": [1, 0]}, 16, False),
     "output gate": ({"attention_output_gate": True}, 16, False),
 }
@@ -92,6 +97,59 @@ def test_all_bits_are_stocks(case, built, monkeypatch):
     assert len(expected) >= 6 and expected.keys() == got.keys()
     for name in expected:
         assert torch.equal(got[name], expected[name]), name
+
+
+NORMED = {
+    "grouped": (RMS, 16),
+    "one head a group": ({**RMS, "num_query_groups": HEADS}, 16),
+    "one group": ({**RMS, "num_query_groups": 1}, 16),
+    "zero-centred, a part": ({**RMS, "layernorm_zero_centered_gamma": True}, 6),
+    "interleaved": ({**RMS, "rotary_interleaved": True}, 16),
+}
+
+
+@pytest.mark.parametrize("case", NORMED)
+def test_rmsnorm_of_q_and_k_is_fused_with_their_rotation(case, built, monkeypatch):
+    """In FP32 it is stock's model with torch's norm, but for the order of sums."""
+    settings, rotated = NORMED[case]
+    stock, ours = built(**settings)
+    with torch.no_grad():
+        for norms in zip((stock.q_layernorm, stock.k_layernorm), (ours.q_layernorm, ours.k_layernorm), strict=True):
+            gains = torch.randn(HIDDEN // HEADS)
+            for norm in norms:
+                norm.weight.copy_(gains)
+    fused, angles = [], embedding(rotated)
+    monkeypatch.setattr(
+        ops, "norm_rotate", lambda *args, plain=ops.norm_rotate, **how: (fused.append(1), plain(*args, **how))[1]
+    )
+    expected, got = computed(stock, angles), computed(ours, angles)
+    assert len(fused) == 2 and len(expected) >= 6 and expected.keys() == got.keys()
+    for name, right in expected.items():
+        assert torch.allclose(got[name], right, rtol=1e-4, atol=1e-5 * float(right.detach().abs().max())), name
+
+
+def test_keys_and_values_of_normed_heads_lie_side_by_side_for_other_ranks(built):
+    _, ours = built(**RMS)
+    x, rotary = torch.randn(S, B, HIDDEN), Rotary(*cos_sin(embedding(), 1.0))
+    found = []
+    for paired in (False, True):
+        ours._rotary, ours._pairs = rotary, paired
+        x.requires_grad_()
+        q, k, v = ours.get_query_key_value_tensors(x)
+        torch.manual_seed(5)
+        (dx,) = torch.autograd.grad([q, k, v], x, [torch.randn(t.shape) for t in (q, k, v)])
+        found.append((q, k, v, dx))
+        assert (v.data_ptr() == k.data_ptr() + k.shape[-1] * k.itemsize) == paired
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_norm_with_a_hook_stays_apart(built):
+    stock, ours = built(**RMS)
+    seen = []
+    ours.k_layernorm.register_forward_hook(lambda module, args, out: seen.append(out))
+    angles = embedding()
+    expected, got = computed(stock, angles), computed(ours, angles)
+    assert len(seen) == 1 and all(torch.equal(got[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("unusual", ["a tuple", "of each sample"])
