@@ -20,7 +20,7 @@ stages in the CSV are not repeated; one whose weights a later stage needs, and W
 The seed changes the order of the data, and the noise of rounding. Arms: the levels (O0 needs --te-path: stock has
 packed attention only through Transformer Engine), O3 with the paper's FP16 master, O1 and O2 with masters that begin on
 the numbers of the file, as stock's do, and O3 with other scales of its GEMMs' inputs, or with BF16 GEMMs. With `--until
-sft` a unit ends after SFT. Unknown flags go to Megatron.
+sft` a unit ends after SFT, and keeps its weights in WORK for a call that goes on. Unknown flags go to Megatron.
 
     heldout_loss   SFT: nats a token of the answers
     accuracy       DPO, judged: share of pairs with a margin above 0, half of those at 0; `report` has Wilson's interval
@@ -215,8 +215,9 @@ class Runs:
                 shutil.rmtree(saved, ignore_errors=True)
                 if not made(stage, begin, "--save", str(saved)):
                     return False
-        for saved in (sft, dpo):
-            shutil.rmtree(saved, ignore_errors=True)
+        if stages[-1] == STAGES[-1]:  # no stage is left that needs them
+            for saved in (sft, dpo):
+                shutil.rmtree(saved, ignore_errors=True)
         return True
 
     def __contains__(self, wanted: dict) -> bool:

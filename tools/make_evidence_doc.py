@@ -226,6 +226,21 @@ def tuned(stage: str, column: str, file: str = "smollm2.csv") -> list[Gap]:
     return [Gap(arm, "stock BF16", found, of["O0"], unit) for arm, found in of.items() if arm != "O0"]
 
 
+def evaluated_alike(file: str = "smollm2_judged.csv") -> tuple[str, ...]:
+    """Held-out losses of SFT's weights in each arm's own arithmetic, and of the same weights with BF16 GEMMs in all
+    arms: how much of a gap is learnt. Nothing if there is no such file."""
+    if not (RESULTS / file).exists():
+        return ()
+    own, alike = (tuned(stage, "heldout_loss", file) for stage in ("sft", "sft judged"))
+    return (
+        f"The same SFT once more ([{file}](../benchmarks/results/{file})), each arm evaluated in its own arithmetic:",
+        gaps(own),
+        "The weights that these runs saved, all evaluated with BF16 GEMMs. What is left of a gap is learnt; what is "
+        "gone was the evaluation's own rounding:",
+        gaps(alike),
+    )
+
+
 # ---- stores
 
 
@@ -558,6 +573,7 @@ def page() -> str:
             "The same SFT of other runs, with masters drawn at every level "
             "([smollm2_sft.csv](../benchmarks/results/smollm2_sft.csv)):",
             gaps(drawn),
+            *evaluated_alike(),
             "Then, after the SFT of the first table, DPO of 357 steps, each run from its own SFT: the share of right "
             "pairs among the same held-out ones. Each arm was judged in its own arithmetic, and FP8's noise most "
             "likely judges levels too low. The interval is of seeds alone: other pairs would widen it.",

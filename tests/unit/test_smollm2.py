@@ -186,6 +186,34 @@ def test_units_share_the_gpus(tmp_path, monkeypatch):
     assert len(places) == 8
 
 
+def test_a_unit_goes_on_from_the_weights_that_an_earlier_call_has_kept(tmp_path, monkeypatch):
+    """SFT is not made again for DPO. What no stage needs any more is deleted."""
+    monkeypatch.setattr(smollm2, "converted", lambda inputs, work: (tmp_path / "base", []))
+    monkeypatch.setattr(smollm2, "one_of", lambda *found: None)
+    monkeypatch.setattr(function_pairs.Documents, "load", lambda path: None)
+    monkeypatch.setattr(smollm2.Runs, "_row", lambda runs, *of: dict.fromkeys(smollm2.SAME, "") | {"stage": of[2]})
+    made = []
+
+    def run(runs, arm, seed, stage, folder, begin, more, env, *, keep):
+        made.append(stage)
+        if "--save" in more:
+            Path(more[1]).mkdir(parents=True)
+            (Path(more[1]) / "latest_checkpointed_iteration.txt").write_text("1")
+        runs.rows.append(runs._row(arm, seed, stage))
+        return True
+
+    monkeypatch.setattr(smollm2.Runs, "_run", run)
+    rows = []
+    for until, stages in (("sft judged", ["sft", "sft judged"]), ("judged", ["dpo", "judged"])):
+        words = ["run", "--inputs", "in", "--work", f"{tmp_path}/w", "--csv", f"{tmp_path}/x.csv", "--until", until]
+        runs = smollm2.Runs(smollm2.arguments(words))
+        runs.rows = rows
+        assert runs.unit("O1", 1)
+        assert made == stages
+        made.clear()
+    assert [path for path in (tmp_path / "w").rglob("*") if path.is_file()] == []
+
+
 def test_wilsons_interval():
     """Published values: 95 % of 0 among 10 is 0 to 0.278, of 5 among 10 0.237 to 0.763 (Newcombe's form)."""
     assert smollm2.wilson(0, 10) == pytest.approx((0, 0.2775), abs=1e-3)
