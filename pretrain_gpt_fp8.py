@@ -160,13 +160,16 @@ def loss_func(loss_mask: torch.Tensor, token_losses: torch.Tensor):
     """(sum of the losses of unmasked tokens, their number, {name: both} for the log).
 
     Megatron divides by the number only after summing over micro-batches and ranks: a mean over all tokens. For the log
-    the number is above 0 (no_answer.py).
+    the number is above 0 (no_answer.py).  In an evaluation with --sft both are those of the whole row.
     """
     args = get_args()
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(token_losses.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().detach().to(torch.int)
     report = {"lm loss": torch.stack([loss.detach(), no_answer.counted(num_tokens)])}
+    if args.sft and args.context_parallel_size > 1 and not torch.is_grad_enabled():
+        # Stock's evaluation of --sft takes a mean of each rank's, and a rank's part of a row may have no answer.
+        torch.distributed.all_reduce(report["lm loss"], group=mpu.get_context_parallel_group())
 
     validate = partial(get_rerun_state_machine().validate_result, result=loss, tolerance=0.0)
     if args.check_for_nan_in_loss_and_grad:

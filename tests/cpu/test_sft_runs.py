@@ -100,6 +100,18 @@ def test_rows_that_ranks_share(conversations):
     assert any("--cp-comm-type a2a: p2p instead: of packed documents" in line for line in run.lines)
 
 
+def test_an_evaluation_of_rows_that_ranks_share(tmp_path):
+    """Stock's mean is of micro-batches' and ranks' means. The second rank has no document, but the rows' padding: its
+    mean would be 0, and the validation loss a half."""
+    data = write_conversations(tmp_path / "short.jsonl", most=1)
+    flags = "--micro-batch-size 1 --calculate-per-token-loss --split 50,50,0 --eval-iters 2 --eval-interval 4".split()
+    flags += ["--train-iters", "4"]
+    alone, shared = (train(data, "O3", *flags, CONTEXT, str(n), nproc=n) for n in (1, 2))
+    assert len(shared.validation_losses) == len(alone.validation_losses) > 0
+    assert shared.validation_losses == pytest.approx(alone.validation_losses, abs=5e-3)
+    assert shared.losses == pytest.approx(alone.losses, abs=5e-3)
+
+
 @slow
 def test_three_stages_of_which_one_has_no_data_of_its_own(conversations):
     flags = "--num-layers 3 --pipeline-model-parallel-size 3 --micro-batch-size 1".split()
