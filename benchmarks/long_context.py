@@ -51,6 +51,7 @@ FITS = f"fits: ended after the backward pass of {LAYERS} layers"
 SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF"
 LAYOUTS = ("shared", "halves", "whole")
 EVERY_STEP = "--log-interval 1 --log-memory-interval 1"
+PATIENT = "--distributed-timeout-minutes 15"  # a collective waits in its queue from when the host asks for it
 FIGURES = ("ms", "ms_min", "ms_max", "tokens_s", "tflops", "held_gb", "peak_gb", "loss", "seconds")
 OF_PROFILE = [f"profile_{name}" for name in PROFILED]
 SETTING = ("gpu", "torch", "commit", "date", "shape", "nproc", "layout", "sequence", "gbs", "system", "te", "outcome")
@@ -189,7 +190,7 @@ def main() -> None:
         return
     args.iterations = 2
     for system in args.systems:
-        flags = [*RECOMPUTED.split(), *EVERY_STEP.split()]
+        flags = f"{RECOMPUTED} {EVERY_STEP} {PATIENT}".split()
 
         def attempt(length: int, system=system, flags=flags) -> dict:
             return train(system, args, "shared", length, 1, *flags, profiled=False)
