@@ -23,6 +23,7 @@ a try in its second step, when the last two layers' backward pass is done: a qua
 before that (profile_gpt.py, `look_at_peak`). A whole step prints its peak until then too.
 """
 
+import itertools
 import json
 import math
 import os
@@ -130,13 +131,13 @@ def side_by_side(args: Namespace) -> Iterator[dict]:
             yield train(system, args, layout, *of_layout[layout])
 
 
-def longest(args: Namespace, attempt: Callable[[int], dict]) -> Iterator[dict]:
+def longest(args: Namespace, attempt: Callable[[int, float], dict]) -> Iterator[dict]:
     """The rows of tries, until lengths --grain tokens apart fit and do not fit, a try fails otherwise, or the next one
-    would end after --budget seconds if it took as long as the last."""
-    began, fits, too_long = time.monotonic(), 0, 0
+    would end after --budget seconds if it took as long as the last.  attempt(tokens, seconds that are left): a row."""
+    ends, fits, too_long = time.monotonic() + args.budget, 0, 0
     length = args.start
-    while True:
-        row = attempt(length)
+    for tries in itertools.count(1):
+        row = attempt(length, ends - time.monotonic())
         yield row
         if row["outcome"] in ("ok", FITS):
             fits = length
@@ -146,7 +147,7 @@ def longest(args: Namespace, attempt: Callable[[int], dict]) -> Iterator[dict]:
             return
         wanted = (fits + too_long) / 2 if fits and too_long else args.growth * fits or args.shrink * too_long
         length = math.ceil(wanted / args.grain) * args.grain
-        if length == too_long or time.monotonic() - began + row["seconds"] > args.budget:
+        if length == too_long or tries == args.tries or time.monotonic() + row["seconds"] > ends:
             return
 
 
@@ -163,6 +164,7 @@ def add(parser) -> None:
     parser.add_argument("--growth", type=float, default=2, help="factor of the next length of --longest while it fits")
     parser.add_argument("--grain", type=int, default=8192, help="all lengths of --longest but the first are multiples")
     parser.add_argument("--budget", type=float, default=540, help="seconds that --longest has for a system")
+    parser.add_argument("--tries", type=int, help="how many --longest makes of a system at most")
 
 
 def main() -> None:
@@ -192,8 +194,9 @@ def main() -> None:
     for system in args.systems:
         flags = f"{RECOMPUTED} {EVERY_STEP} {PATIENT}".split()
 
-        def attempt(length: int, system=system, flags=flags) -> dict:
-            return train(system, args, "shared", length, 1, *flags, profiled=False)
+        def attempt(length: int, left: float, system=system, flags=flags) -> dict:
+            limited = Namespace(**{**vars(args), "timeout": min(args.timeout, left)})
+            return train(system, limited, "shared", length, 1, *flags, profiled=False)
 
         for row in longest(args, attempt):
             keep(row)

@@ -23,14 +23,15 @@ LOG = """
 
 
 def settings(**changes):
-    given = {"start": 32, "growth": 2.0, "shrink": 0.5, "grain": 4, "budget": 1e9} | changes
+    given = {"start": 32, "growth": 2.0, "shrink": 0.5, "grain": 4, "budget": 1e9, "tries": None} | changes
     return SimpleNamespace(**given)
 
 
 def search(limit: int, seconds: float = 0.0, **changes) -> list[int]:
     """The lengths that are tried if `limit` tokens fit."""
 
-    def attempt(length: int) -> dict:
+    def attempt(length: int, left: float) -> dict:
+        assert 0 < left <= changes.get("budget", 1e9)
         return {"sequence": length, "seconds": seconds, "outcome": "ok" if length <= limit else "out of memory"}
 
     return [row["sequence"] for row in long_context.longest(settings(**changes), attempt)]
@@ -46,11 +47,12 @@ def test_the_longest_is_found_to_the_grain():
 def test_a_search_ends_if_nothing_fits_or_a_try_fails():
     assert search(3)[-1] == 4
     failed = [{"sequence": 32, "seconds": 1.0, "outcome": "exit code 1"}]
-    assert list(long_context.longest(settings(), lambda length: failed[0])) == failed
+    assert list(long_context.longest(settings(), lambda length, left: failed[0])) == failed
 
 
 def test_a_search_keeps_to_its_budget():
     assert search(1 << 20, seconds=60.0, budget=50) == [32]
+    assert search(1 << 20, tries=2) == [32, 64]
 
 
 def test_a_slower_growth():
@@ -74,7 +76,7 @@ def test_a_try_that_ends_at_its_peak_fits(monkeypatch):
 
     monkeypatch.setattr(long_context, "torchrun", torchrun)
 
-    def attempt(length: int) -> dict:
+    def attempt(length: int, left: float) -> dict:
         return long_context.train("O3", args, "shared", length, 1, profiled=False) | {"seconds": 1e9}
 
     rows = list(long_context.longest(args, attempt))
