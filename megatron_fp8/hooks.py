@@ -31,6 +31,7 @@ ARGUMENTS = "megatron.training.arguments"
 CHECKPOINTING = "megatron.training.checkpointing"
 DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
 GPT_MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
+LATENT_ROTATION = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 LANGUAGE_MODULE = "megatron.core.models.common.language_module.language_module"
 PARALLEL_LAYERS = "megatron.core.tensor_parallel.layers"
 RERUN = "megatron.core.rerun_state_machine.RerunStateMachine"
@@ -52,6 +53,10 @@ A_LEVEL = When("with a level", lambda run: run.fp8 is not None)
 A_LEVEL_ON_CUDA = When(
     "with a level, on CUDA, without apex's module",
     lambda run: run.fp8 is not None and not run.on_cpu and not is_stock(LEVEL.given(run.args)) and not installed(APEX),
+)
+LATENT_ON_CUDA = When(
+    "with a level and --multi-latent-attention, on CUDA",
+    lambda run: run.fp8 is not None and not run.on_cpu and run.args.multi_latent_attention,
 )
 LEVEL_OR_REPORT = When(f"with a level, or {REPORT}", lambda run: run.fp8 is not None or REPORT in os.environ)
 CHECKPOINTS = When("with --load, --save or --pretrained-checkpoint", _checkpoints)
@@ -153,6 +158,14 @@ RUN = (
         *("__init__", "layers.model.without_fp8", "self fp8", A_LEVEL),
         "Says that stock's FP8 is off: stock takes silence for FP8, and fails if Transformer Engine is missing "
         "(--recompute-modules layernorm).",
+    ),
+    *(
+        Hook(
+            *(LATENT_ROTATION, kernel, "layers.latent.of_one_size", "holds Autotuner", LATENT_ON_CUDA),
+            "Rotates latent attention's q and k in tiles that divide the heads: others write past them. And a resumed "
+            "run sums a key's gradient in the same order.",
+        )
+        for kernel in ("rotary_fwd_q_kernel", "rotary_bwd_q_kernel", "rotary_fwd_kv_kernel", "rotary_bwd_kv_kernel")
     ),
     # A step.
     Hook(

@@ -152,15 +152,15 @@ def in_torch(when: When) -> When:
     )
 
 
+def _packs(args: Namespace) -> bool:
+    return getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False)
+
+
 def packed(when: When) -> When:
     """`when`, in a run whose documents are packed, with torch's attention."""
     return When(
         f"{when.text}, with --sft or --dataloader-inter-document-masking, without --fp8-attention te",
-        lambda value, args: (
-            args.fp8_attention != "te"
-            and (getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False))
-            and when.test(value, args)
-        ),
+        lambda value, args: args.fp8_attention != "te" and _packs(args) and when.test(value, args),
     )
 
 
@@ -288,6 +288,15 @@ def _hindered(flag: str) -> When:
     )
 
 
+def _by_torch(value: Any, args: Namespace) -> bool:
+    """Whether stock's rotation would be torch's without Transformer Engine. Latent attention's has kernels for yarn."""
+    latent = args.multi_latent_attention and args.rope_type in (None, "yarn")
+    return bool(value) and not (latent and graphs.can_record() and not _packs(args))
+
+
+UNFUSED_ROTATION = When(
+    "not given, except for --multi-latent-attention with yarn, on a GPU, without packed documents", _by_torch
+)
 OWNED = When("given, with --fp8-experts", lambda value, args: bool(value) and bool(args.fp8_experts))
 UNOWNED = When("given, without --fp8-experts", lambda value, args: bool(value) and not args.fp8_experts)
 NO_FILES = When("msc://...", lambda value, args: str(value or "").startswith("msc://"))
@@ -561,7 +570,7 @@ TABLE: list[Row] = [
     *_adapt("--defer-embedding-wgrad-compute", False, DEFERRED),
     *_adapt("--no-masked-softmax-fusion", False, ABSENT, LEFT_ON, missing="scaled_masked_softmax_cuda"),
     *_adapt("--no-persist-layer-norm", True, ABSENT, NOT_GIVEN, missing="apex.contrib.layer_norm.layer_norm"),
-    *_adapt("--no-rope-fusion", False, OWN_ROTATION, LEFT_ON, missing=TE),
+    *_adapt("--no-rope-fusion", False, OWN_ROTATION, UNFUSED_ROTATION, missing=TE),
     *_honour("--no-rope-fusion", "stock's unfused code rotates, which rounds to BF16", OFF, field="fuses_rotary"),
     *_adapt("--moe-permute-fusion --moe-router-fusion", False, ABSENT, missing=TE),
     *_adapt("--ddp-pad-buckets-for-high-nccl-busbw", False, UNPADDED, SHARDED, missing=TE),

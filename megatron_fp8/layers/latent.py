@@ -11,10 +11,14 @@ Transformer Engine spec, every tensor-parallel rank has them whole, and its own 
 local spec cuts them by columns, gathers x for them once more, and forgets to sum r's gradient over the ranks.
 --mla-down-proj-fusion makes one column-parallel linear of both. It is switched off here, but both start with the values
 that it would have drawn. Megatron's own module does the rest.
+
+On a GPU Megatron's Triton kernels rotate, if --rope-type is yarn and documents are not packed; elsewhere torch does,
+and with --no-rope-fusion.
 """
 
 import dataclasses
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +32,26 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 
 from ..flags.config import Fp8Config
 from .linear import Fp8ColumnParallelLinear, Fp8NormColumnParallelLinear, Fp8RowParallelLinear
+
+_HEADS = 8  # of a tile of Megatron's rotation, at most
+
+
+def of_one_size(tuned):
+    """A kernel of Megatron's rotation, tuned[grid](...), that picks the heads of a tile by timing: with a fixed number.
+
+    It divides the number of heads. The kernels mask a tile's heads as if it were the first, so one that does not divide
+    them reads and writes the next token's.
+    """
+    place = tuned.arg_names.index("head_num")
+
+    class OneSize:
+        def __getitem__(self, grid):
+            def launch(*args):
+                tuned.fn[grid](*args, BLOCK_H=math.gcd(args[place], _HEADS))
+
+            return launch
+
+    return OneSize()
 
 
 class ReplicatedLinear(torch.nn.Module):

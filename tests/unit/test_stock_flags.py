@@ -355,6 +355,27 @@ def test_missing_kernels_take_one_log_line(parse):
     assert sum(line.startswith("rope-fusion: the level's own kernel") for line in lines) == 1
 
 
+@pytest.mark.parametrize(
+    ("gpu", "flags", "left_on"),
+    [
+        (True, "--multi-latent-attention", True),
+        (True, "--multi-latent-attention --rope-type yarn", True),
+        (True, "--multi-latent-attention --rope-type rope", False),
+        (True, "--multi-latent-attention --no-rope-fusion", False),
+        (True, "--multi-latent-attention --sft --tokenizer-type SFTTokenizer", False),
+        (True, "--multi-latent-attention --dataloader-inter-document-masking", False),
+        (False, "--multi-latent-attention", False),
+        (True, "", False),
+    ],
+)
+def test_latent_attention_keeps_megatrons_kernels_for_its_rotation(gpu, flags, left_on, parse, monkeypatch):
+    monkeypatch.setattr(graphs, "can_record", lambda: gpu)
+    args = parse(*O1, *"--position-embedding-type rope --attention-dropout 0".split(), *flags.split())
+    lines = adapt_stock_args(args, config_from_args(args))
+    assert args.apply_rope_fusion == left_on
+    assert any(line.startswith("rope-fusion: ") for line in lines) == (not left_on and "--no-rope" not in flags)
+
+
 COMMANDS = {  # stock commands, as written for Transformer Engine and apex: (world size, flags)
     "dense": (
         2,
