@@ -34,7 +34,7 @@ from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.num_microbatches_calculator import get_num_microbatches, update_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_tokenizer, pretrain, print_rank_0, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -46,6 +46,7 @@ from megatron_fp8.errors import UserError
 from megatron_fp8.flags.dpo import READ, SCORE, add_arguments
 from megatron_fp8.flags.stock import plain
 from megatron_fp8.flags.usage import one_line_errors, refuse_flags
+from megatron_fp8.tuning.fingerprint import differs, fingerprint
 from megatron_fp8.tuning.pairs import PreferenceDataset
 from megatron_fp8.tuning.preferences import Options, loss_of, scores
 from megatron_fp8.tuning.reference import adapters_off, has_adapters, make_reference
@@ -91,18 +92,17 @@ class Reference:
         return run
 
 
-def remember(model: int | None, given: str) -> None:
-    """Keep the `digest` of the reference in Megatron's arguments, which checkpoints have.
+def remember(model: dict[str, int], given: str) -> None:
+    """Keep the reference's `fingerprint` in Megatron's arguments, which checkpoints have.
 
-    model: None if it is not known. given: the flag that gave the reference. Raises UserError if the run goes on from
-    one that had another reference.
+    given: the flag that gave the reference. Raises UserError if the run goes on from one that had another reference.
     """
     args = get_args()
-    before = getattr(args, "dpo_reference_model", None)
-    if model is not None and before not in (None, model):
+    before = getattr(args, "dpo_reference", {})
+    if differs(model, before):
         raise UserError(f"{given}: another reference than the run in --load {args.load} has; give the one that it "
                         "began with, or begin a new run")  # fmt: skip
-    args.dpo_reference_model = before if model is None else model
+    args.dpo_reference = before | model
 
 
 class ModelOfItsOwn(Reference):
@@ -131,7 +131,7 @@ class ModelOfItsOwn(Reference):
             if get_args().iteration > 0:  # the run is resumed: the policy has changed
                 self._load()
             given = f"--pretrained-checkpoint {get_args().pretrained_checkpoint}"
-            remember(of_last_stage(self._chunks[-1]), given)
+            remember(fingerprint(self._chunks, get_tokenizer().vocab_size, linears=True), given)
             print_rank_0("[fp8] the reference is on the device")
         return self._chunks
 
@@ -162,8 +162,8 @@ class FromFile(Reference):
         last = mpu.is_pipeline_last_stage(ignore_virtual=True)
         if not self._compared:
             remember(self._scores.model, f"{READ} {get_args().dpo_reference_scores}")
-            if last and get_args().iteration == 0:  # in a resumed run the policy has changed
-                self._scores.check_model(digest(policy[-1]))
+            if get_args().iteration == 0:  # in a resumed run the policy has changed
+                self._scores.check_model(fingerprint(policy, get_tokenizer().vocab_size, linears=False))
         self._compared = True
         if not last:
             return []
@@ -171,29 +171,6 @@ class FromFile(Reference):
         if batches[-1] is not None:
             found = [np.concatenate([self._scores[key] for key in batch["sample"].tolist()]) for batch in batches[-1]]
         return [torch.from_numpy(logp).cuda() for logp in from_reading_rank(found)]
-
-
-@torch.no_grad()
-def digest(chunk) -> int:
-    """A number that tells models apart, alike in all layouts: of the last stage's chunk, the sum of the squared bits of
-    the LM head's weights in BF16, modulo 2^64, without the rows that pad the vocabulary: each tensor-parallel size has
-    others. Collective over tensor parallelism."""
-    model = unwrap_model(chunk)
-    head = model.output_layer.weight
-    head = model.shared_embedding_or_output_weight() if head is None else head
-    real = get_tokenizer().vocab_size - mpu.get_tensor_model_parallel_rank() * len(head)
-    parts = (part.bfloat16().view(torch.int16).long().square().sum() for part in head[: max(real, 0)].split(1024))
-    found = sum(parts, torch.zeros((), dtype=torch.int64, device=head.device))
-    torch.distributed.all_reduce(found, group=mpu.get_tensor_model_parallel_group())
-    return int(found)
-
-
-def of_last_stage(chunk) -> int:
-    """`digest` on all pipeline stages."""
-    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
-    found = torch.tensor(digest(chunk) if last else 0, device=next(chunk.parameters()).device)
-    torch.distributed.all_reduce(found, group=mpu.get_pipeline_model_parallel_group())
-    return int(found)
 
 
 def from_reading_rank(value):
@@ -276,13 +253,13 @@ class Scoring:
             if batches is not None and said:
                 found |= by_sample(batches, said)
         last = mpu.is_pipeline_last_stage(ignore_virtual=True)
-        number = digest(model[-1]) if last else None
+        numbers = fingerprint(model, get_tokenizer().vocab_size, linears=False)
         if last and mpu.get_tensor_model_parallel_rank() == 0:
             gathered = [None] * ranks
             torch.distributed.all_gather_object(gathered, found, mpu.get_data_parallel_group())
             if rank == 0:
                 write(self._file, {key: logp for part in gathered for key, logp in part.items()}, data_files(args),
-                      number)  # fmt: skip
+                      numbers)  # fmt: skip
                 print(f"[fp8] {SCORE} {self._file}: {count} samples scored", flush=True)
         return 0, 0
 

@@ -300,4 +300,5 @@ def seeds(sinks: Sequence[GradSink]) -> torch.Tensor:
 
 def _on_device(seeds: Sequence[bytes], device: torch.device) -> torch.Tensor:
     words = torch.frombuffer(bytearray().join(seeds), dtype=torch.int32).view(-1, 2)
+    # torch keeps pinned memory for the next call, but not before an event says that the copy has read it.
     return words.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else words

@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 
 SCRIPT = "dpo_gpt_fp8.py"
+HEAD = "head"  # a part of tuning/fingerprint.py's numbers
 SCORE, READ = "--dpo-score-reference", "--dpo-reference-scores"
 
 
@@ -18,8 +19,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def changed(saved: Namespace, args: Namespace) -> Iterator[str]:
-    """A line for each part of the loss that a resumed run changes. The number of its reference is carried over."""
-    args.dpo_reference_model = getattr(saved, "dpo_reference_model", None)
+    """A line for each part of the loss that a resumed run changes. The numbers of its reference are carried over."""
+    older = getattr(saved, "dpo_reference_model", None)  # until 2026-11-26 a checkpoint had one number, of the LM head
+    args.dpo_reference = getattr(saved, "dpo_reference", {} if older is None else {HEAD: older})
     for flag in ("--dpo-beta", "--dpo-label-smoothing", "--dpo-sft-weight"):
         name = flag[2:].replace("-", "_")
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)

@@ -1,13 +1,13 @@
 """The reference's log-probabilities in a file: one run scores the data, later runs need no reference model.
 
-    about      JSON: the version, the SHA-256 of each data file that was scored, and a number of the model's weights
+    about      JSON: the version, the SHA-256 of each data file that was scored, and numbers of the model's weights
     sample     (n,) int64, `key_of` the sample's tokens, ascending
     first      (n + 1,) int64: the documents of sample i are logp[first[i] : first[i + 1]]
     logp       FP32, log p of each answer, chosen and rejected in turn
 
 It is a file of numpy.savez. A sample is found by its tokens, so the order of the data does not matter, and another
-tokenizer or prompt format is noticed. The data files' hashes are compared before a run begins, the model's number
-(`digest` of dpo_gpt_fp8.py) at the first pass.
+tokenizer or prompt format is noticed. The data files' hashes are compared before a run begins, the model's numbers
+(fingerprint.py) at the first pass.
 """
 
 import hashlib
@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from ..errors import UserError
-from ..flags.dpo import READ, SCORE
+from ..flags.dpo import HEAD, READ, SCORE
+from .fingerprint import differs
 
 VERSION = 1
 
@@ -43,8 +44,10 @@ def check_new(path: str) -> None:
         raise UserError(f"{SCORE} {path}: no folder {folder}; make it, or name another")
 
 
-def write(path: str, scores: Mapping[int, np.ndarray], data: Iterable[str], model: int | None = None) -> None:
-    """Write {key of a sample: its documents' log-probabilities} of these data files and this model's number."""
+def write(
+    path: str, scores: Mapping[int, np.ndarray], data: Iterable[str], model: dict[str, int] | None = None
+) -> None:
+    """Write {key of a sample: its documents' log-probabilities} of these data files and this model's `fingerprint`."""
     keys = sorted(scores)
     first = np.cumsum([0, *(len(scores[key]) for key in keys)])
     about = json.dumps({"version": VERSION, "data": {_hash_of(file): file for file in data}, "model": model})
@@ -63,7 +66,7 @@ def write(path: str, scores: Mapping[int, np.ndarray], data: Iterable[str], mode
 class ScoreFile:
     """A file of scores, read. Raises UserError for a file of another form, or one without these data files' scores.
 
-    model: the number of the model that scored; None in a file of an older version.
+    model: the numbers of the model that scored; of an older version's file only the LM head's, or none.
     """
 
     def __init__(self, path: str, data: Iterable[str]):
@@ -72,7 +75,8 @@ class ScoreFile:
             with np.load(path, allow_pickle=False) as found:
                 about = json.loads(str(found["about"]))
                 keys, first, self._logp = found["sample"], found["first"], found["logp"]
-            version, scored, self.model = about["version"], about["data"], about.get("model")
+            version, scored, model = about["version"], about["data"], about.get("model") or {}
+            self.model: dict[str, int] = model if isinstance(model, dict) else {HEAD: model}
         except FileNotFoundError:
             raise UserError(f"{READ} {path}: no such file; {SCORE} writes it") from None
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
@@ -88,9 +92,9 @@ class ScoreFile:
                 )
         self._spans = {int(key): (a, b) for key, a, b in zip(keys, first[:-1], first[1:], strict=True)}
 
-    def check_model(self, model: int) -> None:
-        """Raise UserError if another model scored. A file of an older version does not say which one did."""
-        if self.model not in (None, model):
+    def check_model(self, model: dict[str, int]) -> None:
+        """Raise UserError if another model scored, as far as the file says which one did."""
+        if differs(self.model, model):
             raise UserError(
                 f"{READ} {self._path}: another model than this run begins with has scored; begin with that one, or "
                 f"score the data again with {SCORE}"

@@ -1,5 +1,6 @@
 """dpo_gpt_fp8.py in Megatron's loop: policy and reference are equal at first, and the reference does not change."""
 
+import functools
 import json
 import random
 import re
@@ -509,6 +510,9 @@ def test_a_resumed_run_with_another_reference_is_refused(pairs, scored, tmp_path
     for given in folders["other"], of_other:
         line = said_of(train, pairs, "O3", *keep, *given)
         assert f"{' '.join(given)}: another reference than the run in --load {tmp_path}/run has" in line
+    for bent in "layers.1.mlp.linear_fc2.weight", "layers.0.self_attention.linear_qkv.layer_norm_weight":
+        line = said_of(functools.partial(train, BEND=bent), pairs, "O3", *keep, *folders["began"])
+        assert f"{tmp_path}/began: another reference than the run" in line
     run = train(pairs, "O3", *keep, *folders["began"], "--dpo-beta", "0.25")
     assert any("the run that goes on had --dpo-beta 0.5, and now has 0.25" in line for line in run.lines)
 

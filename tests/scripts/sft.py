@@ -7,7 +7,8 @@ SHIFT: added to every byte: another tokenizer.
 LOOK=1: before the first step, the losses of a document alone and of the same beside another are printed.
 SCRIPT: another than pretrain_gpt_fp8.py. At each step it prints the hashes of the reference's bytes, if there is one,
 and of the policy's; once, how many bytes the reference's linears hold, and all its other parameters; and each rank's
-log-probabilities of each micro-batch.
+log-probabilities of each micro-batch. BEND: a parameter of whose first number a bit is flipped when a reference is
+loaded.
 """
 
 import functools
@@ -135,7 +136,20 @@ def said(stock):
     return scores
 
 
+def bent(stock):
+    @functools.wraps(stock)
+    def load_checkpoint(ddp_model, optimizer, *args, **kwargs):
+        result = stock(ddp_model, optimizer, *args, **kwargs)
+        if optimizer is None and "BEND" in os.environ:
+            (found,) = (p for name, p in ddp_model[0].named_parameters() if name.endswith(os.environ["BEND"]))
+            found.detach().reshape(-1).view(torch.uint8)[1] ^= 1
+        return result
+
+    return load_checkpoint
+
+
 references: list = []
+training.load_checkpoint = bent(training.load_checkpoint)
 preferences.scores = said(preferences.scores)
 reference.make_reference = remembered(reference.make_reference)
 seen: list[int] = []

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from megatron_fp8.errors import UserError
+from megatron_fp8.flags import dpo
 from megatron_fp8.tuning import conversations, score_file
+from megatron_fp8.tuning.fingerprint import differs
 from megatron_fp8.tuning.pairs import PreferenceDataset
 from megatron_fp8.tuning.preferences import Options, Scores, loss_of, scores
 from megatron_fp8.tuning.score_file import ScoreFile, key_of
@@ -216,6 +219,27 @@ def test_scores_come_back(tmp_path, data):
     assert len(found) == len(documents) and [*tmp_path.glob("*.part")] == []
     for ones in documents:
         assert np.array_equal(read[key_of(ones)], found[key_of(ones)])
+
+
+@pytest.mark.parametrize("older", [None, 5], ids=["", "the LM head's number alone"])
+def test_older_files_and_checkpoints_are_read(older, tmp_path, data):
+    """What they say of the reference is compared, and nothing else."""
+    found, _ = random_samples()
+    score_file.write(str(tmp_path / "scores"), found, [data], older)
+    read = ScoreFile(str(tmp_path / "scores"), [data])
+    args = Namespace()
+    assert not [*dpo.changed(Namespace(dpo_reference_model=older), args)]
+    assert read.model == args.dpo_reference == ({} if older is None else {"head": 5})
+    read.check_model({"head": 5, "others": 7})
+    if older is not None:
+        with pytest.raises(UserError, match="another model than this run begins with"):
+            read.check_model({"head": 6, "others": 7})
+
+
+def test_models_are_compared_by_what_is_known_of_both():
+    assert not differs({"head": 1, "others": 2}, {"head": 1, "linears O3": 3})
+    assert not differs({}, {"head": 1})
+    assert differs({"head": 1, "others": 2}, {"head": 1, "others": 3})
 
 
 def test_a_key_is_of_all_tokens_and_of_where_they_end():
