@@ -195,6 +195,7 @@ def _operand_scales(
         fp8.amax_compute_algo,
         fp8.margin,
         users[0].param.device,
+        kinds=2,
     )
     return scaling, {weight: (2 * i, 2 * i + 1) for i, weight in enumerate(users)}
 

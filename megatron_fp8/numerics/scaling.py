@@ -5,7 +5,8 @@
 This is one division, correctly rounded (max * 2^-margin is exact). The result is held within 2^-126 .. 2^126, so that
 neither it nor its reciprocal is infinite or denormal. If amax is zero it says nothing about the scale, and if it is not
 finite the step is lost: in both cases the previous scale stays, or 1. Quantising with a finite scale keeps an infinity
-or a NaN visible.
+or a NaN visible. A delayed slot that had no amax in the first step, as that of an expert without a token, has no scale
+before. It takes the smallest scale of its kind: with 1 a gradient below 2^-17 would be cast to zero.
 
 Delayed scaling saves the pass over x that would compute amax before the cast: it casts with an earlier scale, and the
 cast computes amax on the way. During a step every slot (one tensor of one layer) collects its maximum over the
@@ -105,14 +106,22 @@ class DelayedScaling(Slots):
 
     amax_history (history_len, n), newest row first; history_len is 1 or more. algo: "most_recent" or "max". Until the
     first update (`warm` is False) the scales are 1 and must not be used: callers compute them from the tensor's amax.
+
+    kinds: slots i and i + kinds are of one kind (inputs of two linears) and of like magnitude; 0: no two are.
     """
 
     def __init__(
-        self, formats: list[Format], history_len: int, algo: str, margin: int, device: torch.device | str
+        self,
+        formats: list[Format],
+        history_len: int,
+        algo: str,
+        margin: int,
+        device: torch.device | str,
+        kinds: int = 0,
     ):
         assert algo in ("most_recent", "max") and history_len >= 1  # the flags' checks see to it
         super().__init__(len(formats), device)
-        self.algo = algo
+        self.algo, self._kinds = algo, kinds or len(formats)
         self.warm = False
         self.amax_history = torch.zeros(history_len, len(formats), device=device)
         self._largest = torch.tensor([fmt.max for fmt in formats], device=device)
@@ -145,9 +154,15 @@ class DelayedScaling(Slots):
         newest = self.amax.nan_to_num(nan=0.0, posinf=0.0)
         self.amax_history = torch.cat([newest[None], self.amax_history[:-1]])
         amax = newest if self.algo == "most_recent" else self.amax_history.amax(0)
-        self._set(_scale(self._target, amax, self.scale))
+        self._set(_scale(self._target, amax, self.scale if self.warm else self._of_others(amax)))
         self.amax.zero_()
         self.warm = True
+
+    def _of_others(self, amax: torch.Tensor) -> torch.Tensor:
+        """(n,): the smallest scale of those slots of the same kind whose `amax` is known; 1 if there is none."""
+        known = torch.where(amax > 0, self._target / amax, torch.inf).view(-1, self._kinds).amin(0)
+        smallest = known.clamp(SMALLEST_SCALE, LARGEST_SCALE)
+        return torch.where(known < torch.inf, smallest, 1.0).repeat(len(amax) // self._kinds)
 
     def load(self, amax_history: torch.Tensor, scale: torch.Tensor, warm: bool) -> None:
         """Begin a step with this history and these scales, without copying them. warm: whether they may be used."""

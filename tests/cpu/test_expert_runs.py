@@ -190,7 +190,23 @@ def test_an_expert_without_a_token_trains_as_adam_does_without_a_gradient(level,
         fed = ".local_experts.1." in key
         assert (weight["m"] > 0, weight["v"] > 0, weight["digest"] != weight["start"]) == (fed,) * 3
         assert weight["gradients"] == steps * 2  # micro-batches of each rank
-        assert weight["scales"] == [1.0, 1.0] or fed
+        if not fed and weight["rank"] == 0:  # those of the expert beside it; rank 1 knows none
+            assert min(weight["scales"]) > 1.0
+        else:
+            assert weight["scales"] == [1.0, 1.0] or fed
+
+
+@pytest.mark.parametrize("more", ["", pytest.param("--moe-grouped-gemm", marks=pytest.mark.slow)])
+def test_an_expert_whose_first_tokens_come_in_the_second_step_trains(more):
+    """Its delayed scales were still 1, as if they were known: its gradients were cast to zero."""
+    moments = {}
+    for recipe in ("delayed", "tensorwise"):
+        flags = f"--fp8-level O3 --fp8-recipe {recipe} --moe-router-topk 1 --moe-router-pre-softmax {more}"
+        flags += " --init-method-std 0.002"  # gradients of 1e-6
+        _, found = experts(flags, 1, 2, FP8_TEST_ONLY="1,0")
+        moments[recipe] = [weight["m"] for key, weight in found.items() if ".local_experts.0." in key]
+    assert len(moments["delayed"]) == 4 and min(moments["delayed"]) > 0
+    assert moments["delayed"] == pytest.approx(moments["tensorwise"], rel=0.15)
 
 
 @pytest.mark.slow  # test_safety.py has a NaN on one rank

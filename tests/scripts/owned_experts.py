@@ -1,6 +1,6 @@
 """Train with owned experts, and say of each what became of it: a line of JSON for each of its weights.
 
-    owned_experts.py [FLAGS]      FP8_TEST_ONLY=1  routes every token to expert 1
+    owned_experts.py [FLAGS]      FP8_TEST_ONLY=1  routes every token to expert 1;  =1,0  from step 2 on to expert 0
                                   FP8_TEST_NAN=2,3  makes expert 3's gradients of fc1 NaN in step 2
 
     {"rank", "key", "digest": of the weight, "start": that before the first step, "m", "v": largest magnitudes of the
@@ -22,6 +22,7 @@ from megatron_fp8.plugin import install
 
 install()
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training.global_vars import get_args
 
 from megatron_fp8.engine.optimizer import EngineOptimizer
 from megatron_fp8.engine.owned_weight import OwnedWeight
@@ -37,7 +38,8 @@ taken: dict[OwnedWeight, int] = {}
 def only_one(self, *args, **kwargs):
     probs, chosen = route(self, *args, **kwargs)
     column = torch.zeros_like(chosen)
-    column[:, int(ONLY)] = True
+    now = [*map(int, ONLY.split(","))][: 1 + get_args().curr_iteration]
+    column[:, now[-1]] = True
     return probs.sum(1, keepdim=True) * column, column
 
 

@@ -74,7 +74,7 @@ def state(chain) -> list[torch.Tensor]:
     tensors += [owned.scaling.amax_history, owned.scaling.scale]
     if owned.reduction.shared is not None:
         tensors.append(owned.reduction.shared.mu)
-    tensors.append(torch.tensor(chain.engine.steps))
+    tensors += [torch.tensor(chain.engine.steps), torch.tensor(owned.scaling.warm)]
     return [t.detach().clone().view(-1).view(torch.uint8) for t in tensors]
 
 
