@@ -120,9 +120,8 @@ def test_a_kernel_may_write_the_running_maximum_itself():
 def test_a_slot_without_an_amax_in_the_first_step_takes_the_smallest_scale_of_its_kind():
     """It had 1, with which an expert's first tokens had no gradient if they came in the second step."""
     state = DelayedScaling([E4M3, E5M2] * 3, 4, "most_recent", 0, "cpu", kinds=2)
-    assert step(state, 7.0, 2.0**-20, 14.0, 2.0**-19) == [64.0, 57344 * 2.0**20, 32.0, 57344 * 2.0**19] + [
-        32.0, 57344 * 2.0**19,
-    ]  # fmt: skip
+    smallest = [32.0, 57344 * 2.0**19]
+    assert step(state, 7.0, 2.0**-20, 14.0, 2.0**-19) == [64.0, 57344 * 2.0**20, *smallest, *smallest]
     assert step(state, 3.5, 0.0, 3.5, 0.0, 0.0, 2.0**-21)[2:] == [128.0, 57344 * 2.0**19, 32.0, 57344 * 2.0**21]
     none = DelayedScaling([E4M3, E5M2] * 2, 4, "max", 0, "cpu", kinds=2)
     assert step(none, 7.0, 0.0, 0.0, NAN) == [64.0, 1.0, 64.0, 1.0]
