@@ -15,7 +15,7 @@ micro-batch: x (N, h) and fc1's output (R', 2F) in BF16. Both are cast again for
 
 A token's results, and the gradients of its rows, are added up by one operation, on the CPU too: in float32, in the
 order of experts, and rounded once. Stock rounds each addition. So bits are stock's if a token has at most two rows on a
-rank (tests/cpu/test_gathered_dispatch.py).
+rank (tests/cpu/test_gathered_runs.py).
 
 It serves runs that ask for a graph, because the bound costs memory. A pass in which experts do not run together
 (experts.py), or whose probabilities are applied on the input, goes stock's way.
