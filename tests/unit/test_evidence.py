@@ -86,6 +86,9 @@ def test_readme_says_what_sent_gradients_cost():
         assert f"and {seeds} seeds" in readme and f"50,304 rows, {seeds} seeds" in levels
         assert f"at {gap}, interval {interval}" in levels and f"{seen} for O" in levels
         assert f"({held_out}, {its_interval})" in levels
+    (seeds, gap, interval, *_, verdict, _), _ = rows("O3", "TE FP8", section)
+    assert f"So is O3's of Transformer Engine's FP8: {gap} ({interval}, {seeds} seeds)" in readme
+    assert verdict.startswith("yes")
 
 
 def test_readme_finds_no_gap_in_pretraining_as_far_as_evidence_does():
@@ -99,8 +102,11 @@ def test_readme_finds_no_gap_in_pretraining_as_far_as_evidence_does():
 def test_readme_says_what_tuning_costs():
     section = "SmolLM2-135M-Instruct tuned on Python functions"
     readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    (o1,), (o3, _, o3_dpo) = (rows(arm, "stock BF16", section) for arm in ("O1", "O3"))
+    # Of O1 with drawn masters: SFT, the same once more, and its weights evaluated with BF16 GEMMs.
+    (o1, _, o1_judged), (o3, _, _, o3_judged, o3_dpo) = (rows(arm, "stock BF16", section) for arm in ("O1", "O3"))
     assert f"O3 by {o3[1][1:]} ({o3[0]} seeds), O1 by {o1[1][1:]} ({o1[0]} seeds)" in readme
+    below = all(judged[0] == "2" and judged[1].startswith("-") for judged in (o1_judged, o3_judged))
+    assert ("evaluated with BF16 GEMMs two seeds' weights end below it" in readme) == below
     short = re.sub(r"\s+", " ", re.search(r"^## In short.*?(?=^## )", PAGE.read_text(), re.M | re.S)[0])
     for task, cells in (("SFT", o3), ("DPO", o3_dpo)):
         (line,) = re.findall(rf"- {task} of SmolLM2-135M against stock BF16: O1, .*? seeds\)\.", short)
