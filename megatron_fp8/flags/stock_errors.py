@@ -45,6 +45,13 @@ _OTHER_NAMES = {  # {name in Megatron's configurations and functions: name in th
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
+_REMEDIES = (  # (the end of a message of Megatron's that names no flag, what it means)
+    (
+        "requires TPxEP > 1",
+        "that is --expert-tensor-parallel-size times --expert-model-parallel-size; raise one, or use "
+        "--moe-token-dispatcher-type alltoall",
+    ),
+)
 _OF_NUMBERS = "megatron.core.rerun_state_machine"  # it raises for a bad loss, which is no mistake in the flags
 _CALLERS = 6  # callers to search for flags that they read
 _MANY = 4  # most missing flags to name
@@ -94,7 +101,9 @@ def stock_mistake(error: BaseException) -> str | None:
         return None
     given, missing = _values(frames)
     text = " ".join(str(error).split()) or _condition(frame, statement)
+    text = next((f"{text}; {remedy}" for end, remedy in _REMEDIES if text.endswith(end)), text)
     given = [flag for flag in given if not text.startswith(flag)]
+    missing = [flag for flag in missing if not text.startswith(flag)]
     tail = f" (without {', '.join(missing)})" if missing else ""
     if not given and (folder := _loaded(frames)):
         given, tail = [f"--load {folder}"], "" if str(error) else ", and the checkpoint does not have it"
@@ -112,7 +121,7 @@ def through_callback(error: BaseException) -> bool:
     """Whether Megatron called a function of the script or of ours, and that function's call into Megatron failed.
 
     pretrain_gpt_fp8.py does not count, because it only passes on what the flags say, nor do our wrappers of Megatron's
-    functions.
+    functions, which call what they wrap by the name `stock`.
     """
     called_back = False  # an inner frame is Megatron's, a frame outside of it a callback's
     for frame, _ in reversed(_first(error)[1]):
@@ -121,7 +130,7 @@ def through_callback(error: BaseException) -> bool:
             if called_back:
                 return True
         elif module.startswith("megatron_fp8."):
-            called_back |= not module.startswith(_AROUND)
+            called_back |= not module.startswith(_AROUND) and "stock" not in frame.f_code.co_freevars
         else:
             called_back |= not file.startswith(("<", *_LIBRARIES)) and os.path.basename(file) != _OUR_SCRIPT
     return False
@@ -205,9 +214,20 @@ def _statement(frame: FrameType, line: int) -> ast.stmt | None:
 def _condition(frame: FrameType, statement: ast.stmt) -> str:
     """The text for a check without a message: an assert's condition, or the `if` around a raise."""
     if isinstance(statement, ast.Assert):
+        if absent := _lacking(statement.test):
+            return f"{absent} is missing; give it"
         return f"Megatron needs {_shown(statement.test)}; change it"
     around = [n for n in _around(frame, statement.lineno) if isinstance(n, ast.If)]
     return f"Megatron cannot have {_shown(around[-1].test)}; change it" if around else "Megatron cannot do this"
+
+
+def _lacking(test: ast.expr) -> str | None:
+    """The flag that an `assert args.flag is not None` asks for; None if the condition is another."""
+    match test:
+        case ast.Compare(left=ast.Attribute(attr=name), ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]):
+            action = _flags.get(_OTHER_NAMES.get(name, name))
+            return action.option_strings[0] if action else None
+    return None
 
 
 def _shown(expression: ast.expr) -> str:
@@ -262,11 +282,11 @@ def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> 
                 continue
             name, value = part.attr, _resolve(part, frame)
         elif isinstance(part, ast.Name):
+            # A variable of a flag's name may hold another value: Megatron takes the layers of uneven stages off it.
+            if sources := [flag for made in _assigned(part.id, function) for flag in _read(made, frame, None)]:
+                yield from sources
+                continue
             name, value = part.id, frame.f_locals.get(part.id)
-            if _OTHER_NAMES.get(name, name) not in _flags and function is not None:
-                for assigned in ast.walk(function):
-                    if isinstance(assigned, ast.Assign) and any(ast.unparse(t) == name for t in assigned.targets):
-                        yield from _read(assigned.value, frame, None)
         elif isinstance(part, ast.Call) and ast.unparse(part.func) == "getattr" and len(part.args) > 1:
             key = part.args[1]
             name = key.value if isinstance(key, ast.Constant) else frame.f_locals.get(ast.unparse(key))
@@ -275,6 +295,17 @@ def _read(node: ast.AST, frame: FrameType, function: ast.FunctionDef | None) -> 
         name = name if value is None else _typed(name)
         if name in _flags and _is_plain(value):
             yield name, value
+
+
+def _assigned(name: str, function: ast.FunctionDef | None) -> list[ast.expr]:
+    """What a function assigns, adds or subtracts to its variable `name`."""
+    found = []
+    for node in ast.walk(function) if function is not None else ():
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(ast.unparse(target) == name for target in targets):
+                found.append(node.value)
+    return found
 
 
 def _typed(name: str) -> str:

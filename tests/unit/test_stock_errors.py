@@ -1,6 +1,7 @@
 """Failed checks of stock Megatron become one line; other errors keep their traceback. Real checks of its validation."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 from commands import MODEL
@@ -41,7 +42,15 @@ WRONG = [  # (world size, flags, how the line begins)
     (1, "--recompute-granularity selective --recompute-modules foo", "--recompute-modules foo: Invalid choices for"),
     (1, "--squared-relu --swiglu", "--squared-relu, --swiglu: Megatron needs not swiglu; change it"),
     (1, "--lr-warmup-fraction 0.1 --lr-warmup-iters 2", "--lr-warmup-fraction 0.1, --lr-warmup-iters 2: can only"),
-    (1, "--weight-decay-incr-style linear", "--weight-decay-incr-style linear: Megatron needs start_weight_decay is"),
+    (1, "--weight-decay-incr-style linear", "--weight-decay-incr-style linear: --start-weight-decay is missing"),
+    (1, "--save x", "--save x: --save-interval is missing; give it; Megatron checks it in"),
+    (
+        4,
+        "--num-layers 9 --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 "
+        "--decoder-last-pipeline-num-layers 2",
+        "--pipeline-model-parallel-size 4, --num-layers 9, --decoder-first-pipeline-num-layers 2, "
+        "--decoder-last-pipeline-num-layers 2: number of layers at middle stage: 5 must be divisible",
+    ),
     (1, "--ckpt-format torch_dcp", "--ckpt-format torch_dcp is only tested with FSDP (without --use-torch-fsdp2)"),
     (1, "--data-path x", "--mock-data, --data-path x: A single data source must be provided"),
     (1, "--use-mup --mup-base-hidden-size 0", "--use-mup, --mup-base-hidden-size 0: --mup-base-hidden-size must be"),
@@ -180,8 +189,27 @@ def test_a_callback_that_asks_for_what_megatron_refuses_is_seen(module):
     for where, seen in ((script, True), (ours, True), (plugin, False)):
         error = error_of(stock["build"], where["provide"])
         assert stock_mistake(error) is not None and through_callback(error) is seen
+    # Ours that wraps Megatron's function only passes its call on.
+    wrapper = "def wrapped(stock):\n    def init():\n        return stock(0)\n    return init\n"
+    init = module("megatron_fp8.layers.model", wrapper)["wrapped"](stock["check"])
+    assert not through_callback(error_of(stock["build"], init))
     assert not through_callback(error_of(script["provide"]))  # it is not a callback
     assert not through_callback(error_of(stock["check"], 0))
+
+
+def test_a_message_that_names_no_flag_gets_them():
+    from megatron.core.transformer.moe import token_dispatcher
+
+    class Dispatcher(token_dispatcher.MoEFlexTokenDispatcher):
+        tp_size = ep_size = 1
+
+    config = SimpleNamespace(moe_flex_dispatcher_backend="deepep", num_moe_experts=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            token_dispatcher.MoETokenDispatcher, "__init__", lambda self, **kwargs: setattr(self, "config", config)
+        )
+        line = stock_mistake(error_of(lambda: Dispatcher(4, [0, 1, 2, 3], config, None)))
+    assert "DeepEP dispatcher requires TPxEP > 1; that is --expert-tensor-parallel-size times" in line
 
 
 def test_a_class_that_is_missing_is_named(line_of):
