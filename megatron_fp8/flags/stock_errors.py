@@ -14,7 +14,8 @@ import of a missing package.
 If Megatron raises one error from another, the first one counts.  If a callback passed Megatron a bad argument, the
 mistake may be the callback's: the line then follows the traceback (`through_callback`).
 
-One check is torch's: that a launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Two checks are torch's: that a launcher has set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and that no other process
+has the port.
 """
 
 import argparse
@@ -80,6 +81,8 @@ def is_check(error: BaseException) -> bool:
 def stock_mistake(error: BaseException) -> str | None:
     """The line for a failed check of Megatron's; None if the error is not the user's mistake."""
     error, frames = _first(error)
+    if taken := re.search(r"failed to listen .* port: (\d+),.* EADDRINUSE", str(error)):
+        return f"MASTER_PORT {taken[1]}: another process of this machine listens there; give each run a port of its own"
     if type(error) not in _KINDS or not frames or _has_trained(frames):
         return None
     frame, line = frames[-1]

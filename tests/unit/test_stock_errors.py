@@ -112,6 +112,25 @@ def test_a_script_that_no_launcher_started_is_told_how(monkeypatch):
     assert line == "MASTER_ADDR is not set: no launcher started this; use torchrun --nproc-per-node N SCRIPT FLAGS"
 
 
+def test_a_port_that_another_run_has_is_named(monkeypatch):
+    import socket
+
+    import torch
+
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RuntimeError) as raised:
+            torch.distributed.init_process_group("gloo")
+    assert stock_mistake(raised.value).startswith(f"MASTER_PORT {port}: another process of this machine listens there;")
+
+
 def test_so_does_what_others_raise():
     for wrong in (lambda: int("x"), lambda: [][0], lambda: (_ for _ in ()).throw(ValueError("not Megatron's"))):
         try:
