@@ -84,10 +84,11 @@ def _one_line(message: str) -> str:
 
 
 def hide_missing_package_warnings() -> None:
-    """Silence warnings on import: Megatron's about optional packages, torch's about a CUDA toolkit without a GPU."""
+    """Silence warnings on import: Megatron's about optional packages and about an experimental class that is not used
+    here, torch's about a CUDA toolkit without a GPU."""
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     absent = r"(Transformer Engine and Apex|Apex|absl.logging) (are|is) not installed|Only transformer-eng"
-    warnings.filterwarnings("ignore", message=absent, category=UserWarning)
+    warnings.filterwarnings("ignore", message=f"{absent}|MimoModelConfig is", category=UserWarning)
 
 
 def escape_bad_help(parser: argparse.ArgumentParser) -> None:

@@ -283,3 +283,13 @@ def test_a_line_stays_one_line_whatever_is_in_it(capsys):
     with pytest.raises(SystemExit), entry.one_line_errors():
         raise UserError("--name a\nb\x1b[2J: no such name")
     assert capsys.readouterr().err == "megatron_fp8: --name a\\nb\\x1b[2J: no such name\n"
+
+
+def test_a_warning_about_a_class_that_no_gpt_uses_is_not_shown():
+    text = "{}import megatron.core.models.mimo.config.base_configs"
+    hidden = "from megatron_fp8.flags.usage import hide_missing_package_warnings as hide; hide(); "
+    shown, silent = (
+        subprocess.run([sys.executable, "-c", text.format(first)], capture_output=True, text=True, check=True).stderr
+        for first in ("", hidden)
+    )
+    assert "MimoModelConfig is experimental" in shown and "Mimo" not in silent

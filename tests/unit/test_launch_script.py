@@ -134,8 +134,9 @@ def test_a_folder_with_a_blank_and_a_percent_sign(launch, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch("--folder", "a %j b", "--submit")[1].endswith(f"on a node that has it: sbatch '{path}'\n")
     monkeypatch.setattr(launch_main, "_submit", lambda *_: "12")
-    line = f"job 12; its log: '{tmp_path}/a %j b/log-JOB.txt'; to end it for good: touch '{tmp_path}/a %j b/exit'"
-    assert launch("--folder", "a %j b", "--submit")[1].splitlines()[-1] == line
+    line = launch("--folder", "a %j b", "--submit")[1].splitlines()[-1]
+    log, stop = f"'{tmp_path}/a %j b/log-12.txt'", f"'{tmp_path}/a %j b/exit'"
+    assert line == f"job 12; what it waits for: squeue -j 12; its log: {log}; to end it for good: touch {stop}"
 
 
 def test_options_given_twice_both_count(launch, tmp_path):
@@ -228,7 +229,7 @@ def test_submit(launch, tmp_path, monkeypatch):
     sbatch.parent.mkdir()
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     for text, code, line in (
-        ('[[ $1 == --parsable ]] && echo "12;cluster"', 0, f"job 12; its log: {tmp_path}/runs/one/log-JOB.txt"),
+        ('[[ $1 == --parsable ]] && echo "12;cluster"', 0, "job 12; what it waits for: squeue -j 12; its log: "),
         ("echo 'no such partition' >&2; exit 1", 2, "megatron_fp8: --submit: sbatch: no such partition; see "),
     ):
         sbatch.write_text(f"#!/bin/bash\n{text}\n")

@@ -158,8 +158,9 @@ def run(args: Namespace) -> int:
     if not args.submit:
         print(f"submit it: sbatch {shlex.quote(str(path))}")
         return 0
-    log, stop = (shlex.quote(str(folder / name)) for name in ("log-JOB.txt", "exit"))
-    print(f"job {_submit(path, shells)}; its log: {log}; to end it for good: touch {stop}")
+    job = _submit(path, shells)
+    log, stop = (shlex.quote(str(folder / name)) for name in (f"log-{job}.txt", "exit"))
+    print(f"job {job}; what it waits for: squeue -j {job}; its log: {log}; to end it for good: touch {stop}")
     return 0
 
 
@@ -262,7 +263,7 @@ def _check(settings: Settings, words: list[str], variables: Mapping[str, str]) -
     launch = Launch([str(settings.script)], flags, gpus, dict(variables))
     job = examine(launch, gpus)
     if job.error:
-        raise UserError(*(f"on {gpus} ranks: {reason}" for reason in job.error.split("\n")))
+        raise UserError(*(f"on {gpus} rank{'s' * (gpus > 1)}: {reason}" for reason in job.error.split("\n")))
     if job.missing:
         print(f"not on this machine: {job.missing}")
     return True

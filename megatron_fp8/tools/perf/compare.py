@@ -72,8 +72,11 @@ def run(args: Namespace) -> int:
     found += [f"{other.name}: no step in common with {first.name}"
               for other in others if not _common(first, other, LOSS)]  # fmt: skip
     if args.tolerance is not None:
-        found += [f"{other.name}: losses differ by {largest:.3e}, more than --tolerance {args.tolerance:g}"
-                  for other in others if not (largest := _largest(first, other, LOSS)) <= args.tolerance]  # fmt: skip
+        for other in others:
+            largest = _largest(first, other, LOSS)
+            within = largest <= args.tolerance  # False if one is NaN
+            line = f"{other.name}: losses differ by {largest:.3e}, {'within' if within else 'more than'} --tolerance "
+            (said if within else found).append(f"{line}{args.tolerance:g}")
     said += found or ["equal"] * args.assert_equal
     if said:
         comment = "# " * (args.format == "csv")  # like `table`, for programs that read the rows
