@@ -203,7 +203,10 @@ def _cannot_show(results: Results, comparisons: list[_Comparison]) -> Section:
                 f"{statistics.POWER:g}): {percent(min(seen))} or more at best, {percent(max(seen))} at worst."
             )
         if blind:
-            lines.append(f"In {blind} of {len(limits)} comparisons no higher rate could have been told from it.")
+            lines.append(
+                f"In {blind} of {len(limits)} comparisons of divergence no higher rate could have been told from the "
+                "baseline's."
+            )
     if gaps := [c for c in comparisons if c.test.n > 1 and math.isfinite(c.base_loss)]:
         lines.append(_gaps_told(gaps, len(comparisons)))
     if len(results.data) == 1:
