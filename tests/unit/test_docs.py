@@ -27,8 +27,8 @@ ELSEWHERE |= {f"megatron_fp8/{name}.py" for name in ("gemm/decoded", "monitor/la
 ELSEWHERE.add("tests/unit/test_decoded.py")
 # torchrun's, Slurm's, nvidia-smi's, pip's; and those that `megatron-fp8 memory` makes of an argument's name.
 OTHERS = set(
-    "--rdzv-id --rdzv-backend --rdzv-endpoint --master-port --partition --signal --export --query-gpu --data-parallel-size".split()
-) | {"--no-deps", "--dpo-reference", "--frozen-base"}
+    "--rdzv-id --rdzv-backend --rdzv-endpoint --partition --signal --export --query-gpu --data-parallel-size".split()
+) | {"--master-port", "--no-deps", "--dpo-reference", "--frozen-base"}
 
 
 def anchors(page: Path) -> set[str]:
