@@ -46,13 +46,16 @@ _OTHER_NAMES = {  # {name in Megatron's configurations and functions: name in th
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-_REMEDIES = (  # (the end of a message of Megatron's that names no flag, what it means)
-    (
-        "requires TPxEP > 1",
-        "that is --expert-tensor-parallel-size times --expert-model-parallel-size; raise one, or use "
-        "--moe-token-dispatcher-type alltoall",
-    ),
+_WITHOUT_TE = (
+    "install Transformer Engine, or add --fp8-level, or else --transformer-impl local --no-masked-softmax-fusion "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion"
 )
+_REMEDIES = {  # {a part of a message of Megatron's that names no flag: what helps}
+    "requires TPxEP > 1": "that is --expert-tensor-parallel-size times --expert-model-parallel-size; raise one, or use "
+    "--moe-token-dispatcher-type alltoall",
+    "apply_rope_fusion is not available": _WITHOUT_TE,
+    "persist_layer_norm not supported by torch": _WITHOUT_TE,
+}
 _OF_NUMBERS = "megatron.core.rerun_state_machine"  # it raises for a bad loss, which is no mistake in the flags
 _CALLERS = 6  # callers to search for flags that they read
 _MANY = 4  # most missing flags to name
@@ -94,8 +97,8 @@ def stock_mistake(error: BaseException) -> str | None:
     place = _place(frame, line)
     if isinstance(error, TypeError) and (absent := _missing(frame, statement)):
         return (
-            f"Megatron has no {absent} here: Transformer Engine is not installed; install it, or add --fp8-level, or "
-            f"--transformer-impl local and what goes with it (docs/lab.md); Megatron calls it in {place}"
+            f"Megatron has no {absent} here: Transformer Engine is not installed; {_WITHOUT_TE}; Megatron calls it in "
+            f"{place}"
         )
     if isinstance(error, ModuleNotFoundError) and isinstance(statement, ast.Import | ast.ImportFrom):
         module = (error.name or "").partition(".")[0]
@@ -104,7 +107,7 @@ def stock_mistake(error: BaseException) -> str | None:
         return None
     given, missing = _values(frames)
     text = " ".join(str(error).split()) or _condition(frame, statement)
-    text = next((f"{text}; {remedy}" for end, remedy in _REMEDIES if text.endswith(end)), text)
+    text = next((f"{text.rstrip('.')}; {remedy}" for part, remedy in _REMEDIES.items() if part in text), text)
     given = [flag for flag in given if not text.startswith(flag)]
     missing = [flag for flag in missing if not text.startswith(flag)]
     tail = f" (without {', '.join(missing)})" if missing else ""

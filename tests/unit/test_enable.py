@@ -1,6 +1,9 @@
 """megatron_fp8.enable(): a trainer of megatron.core alone, without Megatron's parser (examples/core_loop.py)."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from launch import ROOT, RunFailed, forked
@@ -110,3 +113,10 @@ def test_experts_are_owned_if_it_is_asked_for(experts, ranks):
 def test_experts_that_cannot_be_owned(experts, words, said):
     with pytest.raises(RunFailed, match=re.escape(said)):
         experts(1, f"O1 owned {words}")
+
+
+def test_the_example_says_that_it_needs_a_launcher():
+    clean = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run([sys.executable, LOOP, "O3"], capture_output=True, text=True, env=clean)
+    assert done.returncode == 1 and done.stderr.startswith("core_loop.py: no launcher started this; use torchrun")
+    assert len(done.stderr.splitlines()) == 1

@@ -231,6 +231,21 @@ def test_a_message_that_names_no_flag_gets_them():
     assert "DeepEP dispatcher requires TPxEP > 1; that is --expert-tensor-parallel-size times" in line
 
 
+def test_what_stock_needs_without_transformer_engine_is_named(line_of):
+    """Two checks end a BF16 run of Megatron's defaults; neither message says which flags start it."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    if transformer_engine.HAVE_TE:
+        pytest.skip("Transformer Engine is installed")
+    rope = line_of(1, "--position-embedding-type rope", level="")
+    config = SimpleNamespace(persist_layer_norm=True, layernorm_zero_centered_gamma=False, normalization="LayerNorm")
+    norm = stock_mistake(error_of(lambda: WrappedTorchNorm(config, 64)))
+    for line, said in ((rope, "apply_rope_fusion is not available"), (norm, "persist_layer_norm not supported")):
+        assert said in line and "--transformer-impl local" in line and "--no-persist-layer-norm" in line
+        assert "--no-rope-fusion" in line
+
+
 def test_a_class_that_is_missing_is_named(line_of):
     from megatron.core.models.gpt import gpt_layer_specs
 
@@ -240,7 +255,7 @@ def test_a_class_that_is_missing_is_named(line_of):
         gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
     except TypeError as error:
         line = stock_mistake(error)
-    assert line.startswith("Megatron has no TESpecProvider here: Transformer Engine is not installed; install it")
+    assert line.startswith("Megatron has no TESpecProvider here: Transformer Engine is not installed; install Trans")
 
 
 def test_a_package_that_megatron_needs_is_named(monkeypatch):
