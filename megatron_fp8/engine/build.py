@@ -12,7 +12,7 @@ from ..flags.dispatch import OFF
 from ..numerics.scaling import DelayedScaling, WeightScaling
 from ..rebind import Hook, When
 from .bucket import Bucket
-from .chain import Fp8ChainedOptimizer
+from .chain import Fp8ChainedOptimizer, refuse_padding_alone
 from .dispatch_scales import DispatchScales
 from .events import Events
 from .frozen import show_to_stock
@@ -57,6 +57,8 @@ def build_optimizer(
     A rank may have no FP8 linear (a pipeline stage of the embedding alone). Its part then owns nothing, and takes part
     in the decisions that all ranks make together.
     """
+    if fp8.ckpt_compact:
+        refuse_padding_alone(stock.chained_optimizers)
     weights = owned_weights(model_chunks)
     name_weights(model_chunks)
     groups = _our_param_groups(model_chunks, {weight.param for weight in weights}, config, config_overrides)

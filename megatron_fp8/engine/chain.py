@@ -265,6 +265,21 @@ def _save_without_padding(part: MegatronOptimizer) -> None:
     _FULLY_RESHARDABLE.on(part, sharded_param_state_fully_reshardable)
 
 
+def refuse_padding_alone(parts: list[MegatronOptimizer]) -> None:
+    """With --fp8-ckpt-compact, before the first step: raise UserError if stock could not save. Collective.
+
+    megatron-core 0.19.2 asserts, at the first save in its form for one layout, that each rank's part of each bucket has
+    a parameter. At a level its buckets are small, on many pipeline stages norms alone, and the last parts are padding.
+    """
+    stocks = [part for part in parts if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer]
+    held = [held for part in stocks for ranges in part.gbuf_ranges for each in ranges.values() for held in each]
+    if any(gathered(any(not bucket["param_map"] for bucket in held))):
+        raise UserError(
+            "--fp8-ckpt-compact: a data-parallel rank's part of a bucket of stock's own parameters is all padding, and "
+            "Megatron cannot save it in its form for one layout; remove --fp8-ckpt-compact"
+        )
+
+
 def _places_without_padding(buffer) -> dict:
     """{parameter: (start, stop, number of its bucket)} in one of stock's buffers, as if no bucket ended in padding."""
     padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]

@@ -138,6 +138,15 @@ def test_stocks_buckets_that_end_in_padding_go_on(nproc, layout, tied, tmp_path)
     goes_on_bit_for_bit(nproc, flags, 4, tmp_path, tied=tied)
 
 
+def test_a_compact_checkpoint_that_stock_cannot_save_is_refused_before_the_first_step(tmp_path):
+    """Five norms of 64 are 320 elements, in four parts of 128. The first save ended in an AssertionError of stock's."""
+    flags = f"--fp8-level O2 {DISTRIBUTED} --ddp-bucket-size 64 --overlap-grad-reduce"
+    with pytest.raises(RunFailed, match=r"--fp8-ckpt-compact: .* is all padding.* remove --fp8-ckpt-compact") as failed:
+        train(4, f"{flags} --fp8-ckpt-compact", tmp_path, save=1, until=1)
+    assert "Traceback" not in str(failed.value) and "iteration" not in str(failed.value)
+    train(4, flags, tmp_path, save=1, until=1)
+
+
 @nightly
 def test_a_stage_without_a_linear_loads_stocks_checkpoint(tmp_path):
     train(3, f"{STAGES} --dist-ckpt-optim-fully-reshardable", tmp_path, save=2, until=2)
