@@ -252,6 +252,16 @@ WITHOUT_MASK = When(
     "given, with --no-create-attention-mask-in-dataloader",
     lambda value, args: bool(value) and not args.create_attention_mask_in_dataloader,
 )
+RECOMPUTED_REPEATS = When(
+    "given, with --overlap-grad-reduce, several layers and linears that are recomputed",
+    lambda value, args: bool(value)
+    and args.overlap_grad_reduce
+    and (args.mtp_num_layers or 0) > 1
+    and bool(
+        args.recompute_granularity == "full"
+        or (args.recompute_granularity == "selective" and set(args.recompute_modules or ()) - {"core_attn"})
+    ),
+)
 NO_READER = When(
     "not given, without --reset-attention-mask", lambda value, args: bool(value) and not args.reset_attention_mask
 )
@@ -550,6 +560,11 @@ TABLE: list[Row] = [
     *_note("--dump-param-to-param-group-map", f"{STOCKS_OWN}; the linears are not in the file"),
     *_refuse("--num-distributed-optimizer-instances", "remove it: a level has one instance", other_than("1")),
     *_refuse("--rerun-mode", "use another mode: megatron-core 0.19 cannot start with it", one_of("report_stats")),
+    *_refuse(
+        "--mtp-use-repeated-layer",
+        "remove --overlap-grad-reduce: with recomputation a gradient of the layer comes after the sum has begun",
+        RECOMPUTED_REPEATS,
+    ),
     *_refuse("--mtp-detach-heads", "remove it: the level clips all its linears by one gradient norm"),
     *_refuse("--use-megatron-fsdp --use-torch-fsdp2", NO_FSDP),
     *_refuse("--tensor-parallel-num-weight-shards", NO_GTP, OTHER_THAN_TP),

@@ -73,6 +73,9 @@ COMPANIONS = {  # other flags that a flag, or one of its rows, needs to have an 
         for flags in graphs.INSIDE
         for flag in flags.split()
     },
+    stock_flags.RECOMPUTED_REPEATS.text: [
+        *("--overlap-grad-reduce", "--mtp-num-layers", "2", "--recompute-granularity", "full"),
+    ],
     stock_flags.WITHOUT_MASK.text: ["--no-create-attention-mask-in-dataloader"],
     "--sft": ["--attention-dropout", "0"],
     "--dataloader-inter-document-masking": ["--attention-dropout", "0"],
