@@ -5,11 +5,15 @@ import re
 import sys
 from types import SimpleNamespace
 
+import evidence_files
+import evidence_fp8_lm
+import evidence_gaps
+import evidence_stores
 import make_evidence_doc
 import numpy as np
 import pytest
+from evidence_gaps import Gap
 from launch import ROOT
-from make_evidence_doc import Gap
 from scipy import stats
 
 from megatron_fp8.tools.lab.report.statistics import equivalence, equivalence_power, equivalence_seeds, paired
@@ -40,22 +44,21 @@ def test_csv_rows_are_fresh():
     """The quick half of the check above: tables that need no store."""
     text = PAGE.read_text()
     stages = ("sft", "heldout_loss"), ("dpo", "accuracy"), ("sft", "heldout_loss", "smollm2_sft.csv")
-    tuned = [make_evidence_doc.tuned(*of) for of in stages]
-    for gaps in (make_evidence_doc.real_text(), make_evidence_doc.storage(), make_evidence_doc.tensor_sums(), *tuned):
+    tuned = [evidence_files.tuned(*of) for of in stages]
+    for gaps in (evidence_files.real_text(), evidence_files.storage(), evidence_files.tensor_sums(), *tuned):
         found = [f"| {' | '.join(gap.row())} |" for gap in gaps]
         assert len(found) > 2 and [row for row in found if row not in text] == []
 
 
 def test_what_is_left_of_a_gap_if_all_arms_are_evaluated_alike(monkeypatch, tmp_path):
-    """SFT's gap of 1 % in O1's own arithmetic, and of 0.25 % with BF16 GEMMs; without such runs nothing is said."""
-    monkeypatch.setattr(make_evidence_doc, "RESULTS", tmp_path)
-    assert make_evidence_doc.evaluated_alike() == ()
+    """SFT's gap of 1 % in O1's own arithmetic, and of 0.25 % with BF16 GEMMs."""
+    monkeypatch.setattr(evidence_files, "RESULTS", tmp_path)
     lines = ["arm,seed,stage,heldout_loss"]
     for arm, own, alike in (("O0", 2.0, 2.0), ("O1", 2.02, 2.005)):
         for seed in (1, 2):
             lines += [f"{arm},{seed},sft,{own}", f"{arm},{seed},sft judged,{alike}", f"{arm},{seed},dpo,"]
     (tmp_path / "smollm2_judged.csv").write_text("\n".join(lines) + "\n")
-    _, own, _, alike = make_evidence_doc.evaluated_alike()
+    _, own, _, alike = evidence_files.evaluated_alike()
     assert "| O1 | stock BF16 | 2 | +1.00 % |" in own and "| O1 | stock BF16 | 2 | +0.25 % |" in alike
 
 
@@ -117,24 +120,24 @@ def test_accuracies_differ_in_points(monkeypatch):
     """The difference of the shares times 100, whatever the reference's; of each run the last row."""
     made = [("O0", 1, 0.5), ("O0", 2, 0.25), ("O1", 1, 0.9), ("O1", 2, 0.3), ("O1", 1, 0.625)]
     lines = [{"stage": "dpo", "arm": arm, "seed": str(seed), "accuracy": str(x)} for arm, seed, x in made]
-    monkeypatch.setattr(make_evidence_doc, "read", lambda name: [*lines, lines[0] | {"stage": "sft", "accuracy": ""}])
-    (gap,) = make_evidence_doc.tuned("dpo", "accuracy")
+    monkeypatch.setattr(evidence_files, "read", lambda name: [*lines, lines[0] | {"stage": "sft", "accuracy": ""}])
+    (gap,) = evidence_files.tuned("dpo", "accuracy")
     assert gap.arm == "O1" and gap.differences() == pytest.approx([12.5, 5.0])
     assert gap.row()[3] == "+8.75 points" and gap.said().endswith("within 0.5 points: too few seeds")
-    assert "| within 0.5 points |" in make_evidence_doc.gaps([gap])
-    assert make_evidence_doc.tuned("judged", "accuracy") == []
+    assert "| within 0.5 points |" in evidence_gaps.gaps([gap])
+    assert evidence_files.tuned("judged", "accuracy") == []
 
 
 def test_l0s_verdicts_need_seeds(tmp_path):
     """As many runs as the store has; no verdict of fewer than four seeds."""
     section = "FP8 gradients sent over two ranks"
-    results = make_evidence_doc.opened("evidence_l0", str(tmp_path))
+    results = evidence_stores.opened("evidence_l0", str(tmp_path))
     done = sum(len(runs) for _, runs in results.cells())
     text = re.sub(r"\s+", " ", PAGE.read_text())
     planned = len(read_plan(make_evidence_doc.L0).runs())
     assert f"{done} of {planned} runs of configs/lab/evidence_l0.yaml are done" in text
-    for loss in (make_evidence_doc.last_steps, lambda run: run.validation_loss):
-        for gap in make_evidence_doc.of_l0(results, loss):
+    for loss in (evidence_stores.last_steps, lambda run: run.validation_loss):
+        for gap in evidence_stores.of_l0(results, loss):
             cells = gap.row()[2:]
             assert cells in rows(gap.arm, gap.reference, section)
             assert (cells[4] == "too few seeds") == (int(cells[0]) < 4)
@@ -153,7 +156,7 @@ def compared(arms) -> list[Gap]:
             one.row.arm = arm
     cells = [(SimpleNamespace(arm=arm), runs) for arm, runs in arms.items()]
     results = SimpleNamespace(baseline="BF16", cells=lambda: cells)
-    return list(make_evidence_doc.of_l0(results, lambda run: run.loss))
+    return list(evidence_stores.of_l0(results, lambda run: run.loss))
 
 
 def test_a_seed_of_two_commits_is_not_compared():
@@ -197,18 +200,18 @@ def test_transformer_engines_runs_need_the_same_batches_and_no_commit():
 
 
 def test_the_committed_runs_tell_their_seeds(tmp_path):
-    results = make_evidence_doc.opened("evidence_l0", str(tmp_path))
+    results = evidence_stores.opened("evidence_l0", str(tmp_path))
     found = [one for _, some in results.cells() for one in some]
     for one, other in itertools.combinations(found, 2):
-        assert make_evidence_doc.same_batches(one, other) == (one.row.seed == other.row.seed)
+        assert evidence_stores.same_batches(one, other) == (one.row.seed == other.row.seed)
 
 
-def beside(gap: float, spread: float, fallen: int, pairs: int = 8) -> make_evidence_doc.Beside:
+def beside(gap: float, spread: float, fallen: int, pairs: int = 8) -> evidence_fp8_lm.Beside:
     """Pairs of which `fallen` have no gap."""
     noise = np.random.default_rng().normal(0, 1, pairs)
     noise = (noise - noise.mean()) / noise.std(ddof=1)
     ours = {seed: 100 + gap + spread * noise[seed] for seed in range(pairs - fallen)}
-    return make_evidence_doc.Beside(6e-4, Gap("#3", "#2a", ours, dict.fromkeys(ours, 100.0)), fallen, pairs)
+    return evidence_fp8_lm.Beside(6e-4, Gap("#3", "#2a", ours, dict.fromkeys(ours, 100.0)), fallen, pairs)
 
 
 @pytest.mark.parametrize(
@@ -240,11 +243,11 @@ def test_a_claim_is_reproduced_refuted_or_open(says, found, word):
 
 def test_claims_are_told_as_soon_as_there_are_runs(monkeypatch, tmp_path):
     """Without a store, or runs, there is no section. A seed of two commits does not count, nor one without its pair."""
-    monkeypatch.setattr(make_evidence_doc, "RESULTS", tmp_path)
-    assert make_evidence_doc.fp8_lm(str(tmp_path)) == ({}, [], [])
+    monkeypatch.setattr(evidence_stores, "RESULTS", tmp_path)
+    assert evidence_fp8_lm.fp8_lm(str(tmp_path)) == ({}, [], [])
     (tmp_path / "lab").mkdir()
     for name in ("table6", "grad_scaling"):
-        make_evidence_doc.packed(name).touch()
+        evidence_stores.packed(name).touch()
 
     def one(seed, loss, code="a", diverged=None):
         return SimpleNamespace(row=SimpleNamespace(seed=seed, code=code), validation_loss=loss, divergence=diverged)
@@ -255,9 +258,9 @@ def test_claims_are_told_as_soon_as_there_are_runs(monkeypatch, tmp_path):
         rates = sorted({rate for rate, _ in of})
         return SimpleNamespace(name=name, rows=[None] * 96, rates=rates, steps=400, cells=lambda: cells)
 
-    monkeypatch.setattr(make_evidence_doc, "opened", results)
+    monkeypatch.setattr(evidence_fp8_lm, "opened", results)
     runs = {}
-    assert make_evidence_doc.fp8_lm("") == ({}, [], [])
+    assert evidence_fp8_lm.fp8_lm("") == ({}, [], [])
     seeds = range(1, 7)
     runs = {
         (6e-5, "#1"): [one(1, 6.0)],
@@ -266,7 +269,7 @@ def test_claims_are_told_as_soon_as_there_are_runs(monkeypatch, tmp_path):
         (6e-4, "#2a"): [one(seed, 4.0 + seed / 10 + seed % 2 / 1000, "b" if seed == 6 else "a") for seed in seeds],
         (6e-4, "#3"): [one(seed, 4.2 + seed / 10, diverged="fell" if seed == 5 else None) for seed in range(2, 9)],
     }
-    sections, ours, told = make_evidence_doc.fp8_lm("")
+    sections, ours, told = evidence_fp8_lm.fp8_lm("")
     states, scalings = sections.values()
     assert states[0].startswith("21 of 96 runs of [configs/lab/table6.yaml]") and "after 400 steps" in states[0]
     (row,) = re.findall(r"^\| 0\.0006 \| #2a +\| #1 .*$", states[-1], re.M)
