@@ -9,12 +9,10 @@ gets new memory (a leaf's logits stay). Stock's backward pass is its step minus 
 configuration compare launch configurations; the default is in ops/triton/cross_entropy.py.
 """
 
-import argparse
-
 import torch
 import torch.distributed as dist
 from ops import Table
-from stamp import commit
+from timed_rows import measured
 
 from megatron_fp8 import ops
 from megatron_fp8.layers.cross_entropy import cross_entropy
@@ -110,24 +108,17 @@ def bench(table: Table, shape: tuple[int, int], group) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", metavar="PATH", help="also write the rows to PATH")
-    parser.add_argument("--commit", default=commit(), help="the commit that the rows name")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    group = dist.group.WORLD
-    check(group)
-    table = Table(arguments.commit)
-    source = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda").normal_()
-    target = torch.empty_like(source)
-    table.add("copy", source.shape, lambda: target.copy_(source), numbytes=2 * source.nbytes)
-    for shape in SHAPES:
-        bench(table, shape, group)
-    if arguments.csv:
-        table.write(arguments.csv)
-    dist.destroy_process_group()
+    with measured(__doc__, Table) as table:
+        torch.cuda.set_device(0)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
+        check(group)
+        source = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda").normal_()
+        target = torch.empty_like(source)
+        table.add("copy", source.shape, lambda: target.copy_(source), numbytes=2 * source.nbytes)
+        for shape in SHAPES:
+            bench(table, shape, group)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

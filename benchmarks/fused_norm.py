@@ -10,13 +10,12 @@ over a device copy's in the same run. Rows with a configuration try others than 
 tables, which comes first.
 """
 
-import argparse
 import csv
 
 import torch
 import torch.nn.functional as F
 import triton
-from stamp import commit
+from timed_rows import measured
 from triton.testing import do_bench
 
 from megatron_fp8 import ops
@@ -136,16 +135,9 @@ def bench(table: Table, shape: tuple[int, int], rms: bool) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", metavar="PATH", help="also write the rows to PATH")
-    parser.add_argument("--commit", default=commit(), help="the commit that the rows name")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    table = Table(arguments.commit)
-    for *shape, rms in SHAPES:
-        bench(table, tuple(shape), rms)
-    if arguments.csv:
-        table.write(arguments.csv)
+    with measured(__doc__, Table) as table:
+        for *shape, rms in SHAPES:
+            bench(table, tuple(shape), rms)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,9 @@ bytes an element; with a scale it also reads once for the largest magnitude, 6 b
 once; its rate shows how far it is from that.
 """
 
-import argparse
-
 import torch
 from ops import Table, equal, randn
-from stamp import commit
+from timed_rows import measured
 
 from megatron_fp8 import ops
 from megatron_fp8.monitor.logit_sharpness import Sharpness, Statistics, closed_form
@@ -37,37 +35,30 @@ def check(how: EmulatedFormat) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", metavar="PATH", help="also write the rows to PATH")
-    parser.add_argument("--commit", default=commit(), help="the commit that the rows name")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    table = Table(arguments.commit)
-    source = randn(1 << 29)
-    target = torch.empty_like(source)
-    table.add("copy", source.shape, lambda: target.copy_(source), numbytes=2 * source.nbytes)
-    x = randn(*OPERAND)
-    for name in FORMATS:
-        how = EmulatedFormat.parse(name)
-        check(how)
-        seed = SEED if how.rounding == "stochastic" else None
-        passes = 6 if how.scaling == "tensor" else 4
+    with measured(__doc__, Table) as table:
+        source = randn(1 << 29)
+        target = torch.empty_like(source)
+        table.add("copy", source.shape, lambda: target.copy_(source), numbytes=2 * source.nbytes)
+        x = randn(*OPERAND)
+        for name in FORMATS:
+            how = EmulatedFormat.parse(name)
+            check(how)
+            seed = SEED if how.rounding == "stochastic" else None
+            passes = 6 if how.scaling == "tensor" else 4
 
-        def emulate(how=how, seed=seed):
-            ops.emulate(x, how, seed)
+            def emulate(how=how, seed=seed):
+                ops.emulate(x, how, seed)
 
-        table.add("emulate", OPERAND, emulate, config=name, numbytes=passes * x.numel())
-    for vocabulary in VOCABULARIES:
-        logits = randn(TOKENS, vocabulary) * 3
-        targets = torch.randint(vocabulary, (TOKENS,), device="cuda")
-        statistics = Statistics(Sharpness._fields, logits.device)
+            table.add("emulate", OPERAND, emulate, config=name, numbytes=passes * x.numel())
+        for vocabulary in VOCABULARIES:
+            logits = randn(TOKENS, vocabulary) * 3
+            targets = torch.randint(vocabulary, (TOKENS,), device="cuda")
+            statistics = Statistics(Sharpness._fields, logits.device)
 
-        def measure(logits=logits, targets=targets, statistics=statistics):
-            statistics.add(torch.stack(closed_form(logits, targets)))
+            def measure(logits=logits, targets=targets, statistics=statistics):
+                statistics.add(torch.stack(closed_form(logits, targets)))
 
-        table.add("sharpness", logits.shape, measure, numbytes=logits.nbytes)
-    if arguments.csv:
-        table.write(arguments.csv)
+            table.add("sharpness", logits.shape, measure, numbytes=logits.nbytes)
 
 
 if __name__ == "__main__":

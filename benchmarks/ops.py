@@ -8,12 +8,11 @@ the same run. The rows named "tile", "flat", "quantize_blocks", "add_blocks" and
 compare launch configurations; the default is in ops/triton/.
 """
 
-import argparse
 import csv
 
 import torch
 import triton
-from stamp import commit
+from timed_rows import measured
 from triton.testing import do_bench
 
 from megatron_fp8 import gemm, ops
@@ -270,21 +269,14 @@ def bench_gemm(table: Table) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", metavar="PATH", help="also write the rows to PATH")
-    parser.add_argument("--commit", default=commit(), help="the commit that the rows name")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    check()
-    table = Table(arguments.commit)
-    source = randn(1 << 29)
-    target = torch.empty_like(source)
-    table.add("copy", source.shape, lambda: target.copy_(source), numbytes=2 * source.nbytes)
-    bench_cast(table)
-    bench_blocks(table)
-    bench_gemm(table)
-    if arguments.csv:
-        table.write(arguments.csv)
+    with measured(__doc__, Table) as table:
+        check()
+        source = randn(1 << 29)
+        target = torch.empty_like(source)
+        table.add("copy", source.shape, lambda: target.copy_(source), numbytes=2 * source.nbytes)
+        bench_cast(table)
+        bench_blocks(table)
+        bench_gemm(table)
 
 
 if __name__ == "__main__":

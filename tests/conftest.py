@@ -74,6 +74,16 @@ def _environment():
         os.environ.update(before)
 
 
+@pytest.fixture
+def fresh_random_data():
+    """Seed torch anew, and say with what: a failing test shows it. A file takes it by pytest.mark.usefixtures."""
+    import torch
+
+    seed = torch.seed() % 2**32
+    print(f"torch.manual_seed({seed})")
+    torch.manual_seed(seed)
+
+
 @pytest.fixture(autouse=True)
 def _one_gpu_of_several(request):
     """Workers share the machine's GPUs: each test computes on its worker's own, and leaves no memory cached there."""

@@ -17,7 +17,7 @@ from megatron_fp8.ops.reference_activation import GATED, KINDS, blocks_for
 from megatron_fp8.ops.triton import activation, cast
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 INF, NAN = math.inf, math.nan
@@ -46,13 +46,6 @@ cases = pytest.mark.parametrize(("kind", "with_bias", "shape"), CASES, ids=str)
 OPTIONS = ("gelu", "swiglu")  # kinds for tests of each choice of outputs, which does not depend on the kind
 # The kernels' float32 values err by at most RELATIVE * |value| + ABSOLUTE * (the function's factor).
 RELATIVE, ABSOLUTE = 2**-17, 2**-19
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def data(kind, with_bias, M, F, dtype=torch.bfloat16):

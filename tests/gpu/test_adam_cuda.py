@@ -22,7 +22,7 @@ from megatron_fp8.ops import adam, reference
 from megatron_fp8.ops.adam import AdamHyper
 from megatron_fp8.ops.adam_states import read_master, read_state, write_master
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 if INTERPRETED:
     from megatron_fp8.ops.triton.adam import adam_step
 else:
@@ -39,13 +39,6 @@ FORMATS = list(
 )  # fmt: skip
 formats = pytest.mark.parametrize(("m", "v", "master", "weight"), FORMATS, ids=lambda kind: str(kind)[-13:])
 the_o2_set = pytest.mark.parametrize("weight", [BF16, ScaledTensor], ids=["bf16", "e4m3"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def stored(x: torch.Tensor, kind):

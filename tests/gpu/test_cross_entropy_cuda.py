@@ -11,7 +11,7 @@ from test_ops_cuda import DEVICE, INTERPRETED, dtypes, on_gpu_only, put, same
 from megatron_fp8 import ops
 from megatron_fp8.ops import reference_cross_entropy as reference
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 if INTERPRETED:
     from megatron_fp8.ops.triton import cross_entropy as kernels
 else:
@@ -23,13 +23,6 @@ COLUMNS = [(columns, torch.bfloat16) for columns in (1, 7, 1024, 2048, 2049, 409
 COLUMNS += [(columns, dtype) for columns in (7, 4097, 6288) for dtype in (torch.float16, torch.float32)]
 # Relative error of a type: a last bit may decide a tie between neighbours.
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 0.0}
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def close(got: torch.Tensor, expected: torch.Tensor, rounding: float = 0.0, smallest: float = 0.0) -> bool:

@@ -14,7 +14,7 @@ from megatron_fp8 import ops
 from megatron_fp8.numerics.emulation import ROUNDINGS, EmulatedFormat, emulate, format_named
 from megatron_fp8.numerics.noise import noise_seed, uniform_noise
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 if INTERPRETED:
     from megatron_fp8.ops.triton.emulate import emulate as on_device
 else:
@@ -27,13 +27,6 @@ SHAPES = [(), (5, 1), (7, 65), (2, 3, 144), (1, 5000), (130, 31)]
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 every_rounding = pytest.mark.parametrize("rounding", ROUNDINGS)
 every_scaling = pytest.mark.parametrize("scaling", SCALINGS)
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def check(x: torch.Tensor, spec: EmulatedFormat, layout: str = "plain") -> None:

@@ -11,13 +11,12 @@ import pytest
 import torch
 from megatron.core.fusions import fused_mla_yarn_rope_apply as fused
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-from test_norm_cuda import fresh_random_data  # noqa: F401
 from test_ops_cuda import DEVICE, INTERPRETED, on_gpu_only
 
 from megatron_fp8 import hooks
 from megatron_fp8.rebind import Rebound
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 ROWS = [row for row in hooks.RUN if row.owner == hooks.LATENT_ROTATION]
 RUN = SimpleNamespace(fp8=object(), on_cpu=False, args=SimpleNamespace(multi_latent_attention=True))
 HALF = torch.float16 if INTERPRETED else torch.bfloat16

@@ -15,7 +15,7 @@ from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.ops import reference_norm
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 if INTERPRETED:
     from megatron_fp8.ops.triton.norm import norm, norm_backward, norm_quantize, norm_requantize
 else:
@@ -40,13 +40,6 @@ types = pytest.mark.parametrize(
     ],
     ids=str,
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def inputs(shape, dtype, rms: bool, zero_centered: bool):

@@ -19,7 +19,7 @@ from megatron_fp8.numerics.scaled import ScaledTensor
 from megatron_fp8.ops import reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 on_gpu_only = pytest.mark.skipif(INTERPRETED, reason="not a Triton kernel, or too large to interpret")
 if INTERPRETED:
     from megatron_fp8.ops.triton import blocks, cast
@@ -56,13 +56,6 @@ layouts = pytest.mark.parametrize(
 # For blocks of 128: any number of blocks and shards in BF16, and every type.
 BLOCKS = [(torch.bfloat16, blocks, "plain", shards) for blocks, shards in ((1, 1), (3, 3), (16, 4), (67, 1))]
 BLOCKS += [(torch.bfloat16, 67, "offset", 3), (torch.float16, 67, "plain", 3), (torch.float32, 67, "offset", 4)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data(request):
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def same(got: torch.Tensor, expected: torch.Tensor) -> bool:

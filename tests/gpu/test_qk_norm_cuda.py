@@ -9,14 +9,14 @@ import math
 
 import pytest
 import torch
-from test_norm_cuda import between, fresh_random_data, largest  # noqa: F401
+from test_norm_cuda import between, largest
 from test_ops_cuda import DEVICE, INTERPRETED, on_gpu_only, put, same
 from test_qkv_cuda import on_device, put_all, tables
 
 from megatron_fp8 import ops
 from megatron_fp8.ops import reference_qk_norm
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 if INTERPRETED:
     from megatron_fp8.ops.triton.qk_norm import norm_rotate, norm_rotate_backward
 else:

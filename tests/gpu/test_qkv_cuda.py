@@ -13,7 +13,7 @@ from megatron_fp8 import ops
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.ops import reference, reference_qkv
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 if INTERPRETED:
     from megatron_fp8.ops.triton.qkv import join_qkv, split_qkv
 else:
@@ -41,13 +41,6 @@ SHAPES = [
 ]
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def tables(s: int, d: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:

@@ -16,7 +16,7 @@ from megatron_fp8.numerics import BLOCK, E4M3, E5M2
 from megatron_fp8.numerics.blocks import block_scales
 from megatron_fp8.ops import reference, reference_statistics
 
-pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = [pytest.mark.usefixtures("fresh_random_data"), *([] if INTERPRETED else [pytest.mark.gpu])]
 if INTERPRETED:
     from megatron_fp8.ops.triton.statistics import count_cast
 else:
@@ -24,13 +24,6 @@ else:
 
 INF = math.inf
 SIZES = [1, 127, 128, 4_097, 64 * 128, 64 * 128 + 1, 50_000]  # a program takes 64 * 128
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def totals(device) -> tuple[torch.Tensor, torch.Tensor]:

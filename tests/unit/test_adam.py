@@ -15,16 +15,10 @@ from megatron_fp8.ops.adam import AdamHyper, adam_step
 from megatron_fp8.ops.adam_states import read_state
 from megatron_fp8.ops.reference import quantize_blocks
 
+pytestmark = pytest.mark.usefixtures("fresh_random_data")
 ONE = torch.tensor(1.0)
 FP32, BF16, INT16 = torch.float32, torch.bfloat16, torch.int16
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def stored(x: torch.Tensor, kind):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES = "kinds", "stamp", "token_files", "function_pairs", "carried_model"  # shared by benchmarks
+MODULES = "kinds", "stamp", "timed_rows", "token_files", "function_pairs", "carried_model"  # shared by benchmarks
 MEGATRONS = "profile_gpt", "tuned_gpt"  # their flags are Megatron's
 BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
 

@@ -11,15 +11,9 @@ from megatron_fp8 import cpu, ops
 from megatron_fp8.layers import cross_entropy as layer
 from megatron_fp8.layers.cross_entropy import cross_entropy
 
+pytestmark = pytest.mark.usefixtures("fresh_random_data")
 INF, NAN = torch.inf, torch.nan
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,9 @@ from megatron_fp8.numerics import BLOCK, E4M3
 from megatron_fp8.numerics.master import Block16, join_bf16, join_e4m3, quantize_block16, split_bf16, split_e4m3
 from megatron_fp8.ops.reference import quantize_blocks
 
+pytestmark = pytest.mark.usefixtures("fresh_random_data")
 UP, DOWN = torch.tensor(INF), torch.tensor(-INF)
 TWO = Fraction(2)
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def spread_blocks(count: int, lowest: int = -149, highest: int = 127) -> torch.Tensor:

@@ -9,17 +9,11 @@ import torch.nn.functional as F
 from megatron_fp8.numerics import E4M3, E5M2
 from megatron_fp8.ops import norm, norm_backward, norm_quantize, reference
 
+pytestmark = pytest.mark.usefixtures("fresh_random_data")
 EPS = 1e-5
 kinds = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
 gains = pytest.mark.parametrize("zero_centered", [False, True], ids=["gain", "gain-1"])
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def inputs(rms: bool, zero_centered: bool, dtype=torch.float32, shape=(37, 150)):

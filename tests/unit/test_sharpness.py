@@ -19,16 +19,10 @@ from megatron_fp8.monitor import logit_sharpness as sharpness
 from megatron_fp8.monitor.logit_sharpness import EPSILON, QUANTILES, Sharpness, Statistics, closed_form, lbfgsb
 from megatron_fp8.monitor.sharpness_probe import LAST, SharpnessProbe, gather_rows
 
+pytestmark = pytest.mark.usefixtures("fresh_random_data")
 TO_THE_END = 20_000  # iterations
 SHIFTS = {0.0: 0.162, -10.0: 0.090, -40.0: 0.719, 10.0: 0.371}  # {shift: phi in %} of the shift experiment
 VOCABULARY, SEQUENCE, BATCH = 96, 16, 3
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def of_row(z: torch.Tensor, target: int, epsilon: float = EPSILON) -> dict[str, float]:

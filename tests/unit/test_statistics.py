@@ -10,14 +10,8 @@ from megatron_fp8.numerics.formats import E4M3, E5M2
 from megatron_fp8.numerics.scaling import compute_scale
 from megatron_fp8.ops import count_cast, reference
 
+pytestmark = pytest.mark.usefixtures("fresh_random_data")
 INF, NAN = math.inf, math.nan
-
-
-@pytest.fixture(autouse=True)
-def fresh_random_data():
-    seed = torch.seed() % 2**32
-    print(f"torch.manual_seed({seed})")  # shown when the test fails
-    torch.manual_seed(seed)
 
 
 def direct_counts(x, fmt, scale):
