@@ -50,7 +50,7 @@ def layer(w: Workload, hardware: Hardware, moe: bool = False) -> dict[str, float
         "residual adds": residual * 2 * hidden,
     }
     weights = sum(rows * columns for rows, columns, _ in job.layer(moe)) / tensor
-    of_weights = {"cast": _of_a_weight(w) * weights, "gradient adds": system.add * weights * trained}
+    of_weights = {"cast": _of_a_weight(w) * weights, "gradient adds": (system.add + _of_a_sum(w)) * weights * trained}
     routed = _routed(w) if moe else {}
     kinds = moved | of_weights | routed  # in this order
     return {
@@ -81,13 +81,19 @@ def _routed(w: Workload) -> dict[str, float]:
         permute = PERMUTE_HERE
     if job.expert_model_parallel_size > 1 and job.local_experts > 1 and w.dispatcher == "alltoall":
         permute += 16  # from the order of ranks to that of experts and back, forward and backward
-    in_fp8 = (w.cells() or {}).get("grad_accum") == "fp8"
     return {
         "cast": cast + _of_a_weight(w) * weights * (w.experts_owned or not ours),
-        "gradient adds": 3 * weights * (w.together and w.experts_owned and in_fp8),  # BF16 to blocks of FP8
+        "gradient adds": _of_a_sum(w) * weights * w.experts_owned,
         "activation": (CAST_ACTIVATION if joined else ROUTED_ACTIVATION) * rows * (0.6 * fc1 + 0.4 * ffn),
         "permutation": permute * w.rows * h,
     }
+
+
+def _of_a_sum(w: Workload) -> float:
+    """Bytes an element, every micro-batch, to add a weight's gradient in blocks of FP8 (engine/grad_store.py): the
+    BF16 gradient is read, and the sum written, and from a step's second micro-batch on read before. Arithmetic."""
+    in_fp8 = (w.cells() or {}).get("grad_accum") == "fp8"
+    return (3 + 4 * (w.micro_batches - 1)) / w.micro_batches * in_fp8
 
 
 def _of_a_weight(w: Workload) -> float:
