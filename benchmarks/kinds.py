@@ -21,11 +21,11 @@ ORDER = (*GEMMS, ATTENTION, *PASSES, COMMUNICATION)
 _PATTERNS = (  # (kind, pattern of a clean name); the first match counts
     (COMMUNICATION, r"nccl"),
     # ours, by their first words
+    (ROTARY, r"^_(qkv|norm_rotate)_"),
     (NORM, r"^_(norm|parts_sum)_"),  # _parts_sum: also of biases' gradients
     (RESIDUAL, r"^_residual_"),
     (ATTENTION, r"^_attention_"),
     (ACTIVATION, r"^_(activate|weighted)_"),
-    (ROTARY, r"^_qkv_"),
     (LOSS, r"^_cross_entropy_"),
     (EMBEDDING, r"^_embedding_"),
     (ROUTING, r"^_combine_"),

@@ -88,6 +88,9 @@ NAMES = {
     kinds.ROTARY: [
         "_qkv_split_kernel",
         "_qkv_join_kernel",
+        "_norm_rotate_kernel",
+        "_norm_rotate_backward_kernel",
+        "rotary_bwd_kv_kernel",
         ANON + "CatArrayBatchedCopy_vectorized<OpaqueType<8u>, unsigned int, 4, 64, 64>",
         ANON + "CatArrayBatchedCopy<at::native::(anonymous namespace)::OpaqueType<2u>, unsigned int, 4, 64, 64>",
         TE + "fused_rope_forward_kernel<__nv_bfloat16>(__nv_bfloat16 const*, int const*, float const*)",
