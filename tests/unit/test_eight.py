@@ -215,7 +215,7 @@ def test_a_small_run(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("shape", "system", "bound", "error"), [
     ("deepseek-v2-lite", "O3-experts-grouped", "host", 0.010),  # which set the host's time
-    ("deepseek-v2-lite", "O3-experts-graph", "gpu", -0.144),
+    ("deepseek-v2-lite", "O3-experts-graph", "gpu", -0.206),
     ("qwen3-30b-a3b", "O3-experts-grouped", "host", -0.148),
 ])  # fmt: skip
 def test_whole_models_as_measured(shape, system, bound, error):

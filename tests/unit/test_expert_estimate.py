@@ -138,21 +138,25 @@ def test_four_layers_as_measured(system, name):
     assert found.parts["linears"] + found.parts["experts"] == pytest.approx(products, rel=0.06)
 
 
-@pytest.mark.parametrize(("shape", "flags", "error"), [("qwen3-moe", QWEN, 0.067), ("deepseek-moe", DEEPSEEK, 0.038)])
-def test_whole_step_graphs_as_measured(shape, flags, error):
-    """These rows set bytes of passes. error: how much longer the estimate is."""
+@pytest.mark.parametrize(("shape", "flags", "commit", "error"), [
+    ("qwen3-moe --num-layers=8", f"{QWEN} --num-layers 8", "6fd244fe", 0.059),
+    ("qwen3-moe --num-layers=8 --fp8-grad-accum=fp8", f"{QWEN} --num-layers 8 --fp8-grad-accum fp8", "6fd244fe", 0.043),
+    ("deepseek-moe", DEEPSEEK, "383538b2", 0.027),
+])  # fmt: skip
+def test_whole_step_graphs_as_measured(shape, flags, commit, error):
+    """error: how much longer the estimate is. DeepSeek's row sets the bytes of its rotation."""
     with (ROOT / "benchmarks/results/train_step_experts.csv").open(newline="") as file:
-        wanted = {"commit": "87ba6a2", "shape": shape, "system": "O3-experts-graph"}
+        wanted = {"commit": commit, "shape": shape, "system": "O3-experts-graph"}
         (row,) = (row for row in csv.DictReader(file) if wanted.items() <= row.items())
     graph, plain = (
         estimate(job_flags.workload(job_flags.parse(f"{flags} {TOGETHER} {more}".split()), 1), H200)
         for more in ("--cuda-graph-impl full_iteration", "")
     )
-    assert graph.gpu_ms - graph.parts["gaps"] == pytest.approx(float(row["profile_busy"]), rel=0.015)
+    assert graph.gpu_ms - graph.parts["gaps"] == pytest.approx(float(row["profile_busy"]), rel=0.031)
     assert graph.ms == graph.gpu_ms < plain.host_ms == plain.ms and graph.host_ms == 0
     assert graph.ms / float(row["ms"]) - 1 == pytest.approx(error, abs=0.001)
     thousand_mib = 2**20 / 1e6
-    assert graph.held == pytest.approx(float(row["gb"]) * thousand_mib, rel=0.002)
+    assert graph.held == pytest.approx(float(row["gb"]) * thousand_mib, rel=0.003)
     assert graph.peak == pytest.approx(float(row["gb_peak"]) * thousand_mib, rel=0.017)
 
 

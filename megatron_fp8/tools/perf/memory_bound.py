@@ -5,6 +5,7 @@ from .systems import (
     CAST_ACTIVATION,
     FP8_HEAD,
     LATENT_ROPE,
+    NORM_ROTATE,
     PERMUTE,
     PERMUTE_FUSED,
     PERMUTE_HERE,
@@ -40,6 +41,8 @@ def layer(w: Workload, hardware: Hardware, moe: bool = False) -> dict[str, float
     rope, normed = system.rope * (job.position_embedding_type == "rope"), system.norm * _of_qk_norms(w)
     if system.level and job.multi_latent_attention:
         rope *= LATENT_ROPE / system.rope
+    elif system.level and job.qk_layernorm and job.normalization == "RMSNorm":
+        rope, normed = rope * NORM_ROTATE / system.rope, 0.0
     elif system.level and job.qk_layernorm:
         rope, normed = rope * UNFUSED_ROPE / system.rope, QK_NORM * _of_qk_norms(w)
     moved = {

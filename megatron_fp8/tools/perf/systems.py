@@ -28,8 +28,9 @@ take). Ours are of 87ba6a2, all others of 300f155:
                        together and all on the rank, whose casts gather and whose results are added up
     REJOIN             by arithmetic: rows that are split by expert and joined, or padded and cut again
 
-The same two rows have what our levels leave to torch in attention: UNFUSED_ROPE and QK_NORM, as `rope` and `norm`, with
-norms of q and k between the split and the rotation; LATENT_ROPE, as `rope`, with latent attention.
+In attention, as `rope`: NORM_ROTATE is RMSNorm of q and k with their rotation, both ways, by benchmarks/fused_qkv.py
+(6fd244fe); LATENT_ROPE is latent attention's, by Megatron's kernels (383538b2). Torch's passes, which remain for other
+norms of q and k, are UNFUSED_ROPE and, as `norm`, QK_NORM (87ba6a2).
 
 `host` is not a pass: it is the host's milliseconds in a step above ours (GPT-125M, 185.3 against 135.6 in one call).
 `tensor_host` is the factor by which tensor parallelism lengthens the host's time for a layer: 10.4 against 6.3 ms in
@@ -52,7 +53,8 @@ from .job import BYTES, STATES
 
 ROUTED_ACTIVATION, CAST_ACTIVATION = 27.0, 13.0
 PERMUTE, PERMUTE_FUSED, PERMUTE_HERE, REJOIN = 130.0, 55.0, 14.0, 8.0
-UNFUSED_ROPE, LATENT_ROPE, QK_NORM = 125.0, 84.0, 74.0
+NORM_ROTATE, LATENT_ROPE = 18.7, 10.0
+UNFUSED_ROPE, QK_NORM = 125.0, 74.0
 HOST_EXPERTS = {"one by one": (0.0, 0.25), "te": (6.0, 0.059), "ours": (2.8, 0.003)}
 STOCK_STATE = 49.6  # FP32 Adam, norm and clipping of stock's optimizer; embeddings and norms have it at our levels too
 
