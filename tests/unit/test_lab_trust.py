@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import shutil
 import signal
 import socket
 import sqlite3
@@ -251,5 +250,5 @@ def test_a_tracker_that_says_no_step_is_one_line(tmp_path, text):
     with pytest.raises(UserError, match=r"latest_checkpointed_iteration.txt: says .*, not a step; name one in"):
         loaded(["train.py", "--load", str(tmp_path)])
     assert loaded(["train.py", "--load", str(tmp_path), "--ckpt-step", "7"]) == "7"
-    shutil.rmtree(tmp_path)
+    tracker.unlink()
     assert loaded(["train.py", "--load", str(tmp_path)]) is None

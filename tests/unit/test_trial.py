@@ -1,6 +1,7 @@
 """A user's training command: how it is read, and what a run of it gives."""
 
 import argparse
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,10 @@ def test_the_first_step(tmp_path):
     assert both(here, "--finetune") == ("120", 1)
     (tmp_path / TRACKER).write_text("release")
     assert both(here) == ("release", 1)
+    assert both("--load", "{run}/checkpoint") == (None, 1)  # a run's own folder, which is made later
+    for more in ([], ["--finetune"], ["--ckpt-step", "60"]):
+        with pytest.raises(UserError, match=re.escape(f"--load {tmp_path}/typo: no such folder; name one that --save")):
+            first_step(["train.py", "--load", f"{tmp_path}/typo", *more])
 
 
 @pytest.mark.parametrize(

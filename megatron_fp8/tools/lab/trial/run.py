@@ -87,10 +87,15 @@ def without(command: Sequence[str], flags: Collection[str]) -> list[str]:
 
 
 def loaded(command: Sequence[str]) -> str | None:
-    """The iteration that --load would take, by --ckpt-step or the folder: "120", "release"; None if there is none."""
+    """The iteration that --load would take, by --ckpt-step or the folder: "120", "release"; None if there is none.
+
+    Raises UserError if there is no such folder: Megatron would begin with random weights, and only warn.
+    """
     folder, step = (flag_value(tuple(command), flag) for flag in ("--load", "--ckpt-step"))
     if folder is None:
         return None
+    if not os.path.exists(folder) and "{run}" not in folder:
+        raise UserError(f"--load {folder}: no such folder; name one that --save wrote, or remove the flag")
     if step is not None or not os.path.isfile(Path(folder) / TRACKER):
         return step
     try:
@@ -105,7 +110,8 @@ def loaded(command: Sequence[str]) -> str | None:
 
 def first_step(command: Sequence[str]) -> int:
     """The command's first step, as Megatron counts: the one after the loaded step, or 1."""
-    return 1 if "--finetune" in command else 1 + (whole_number(loaded(command) or "") or 0)
+    step = whole_number(loaded(command) or "") or 0
+    return 1 if "--finetune" in command else 1 + step
 
 
 def says_fp8(command: Sequence[str]) -> bool:
