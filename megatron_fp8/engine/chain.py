@@ -78,10 +78,10 @@ class Fp8ChainedOptimizer(ChainedOptimizer):
         return self._loss_scale
 
     def sharded_state_dict(self, model_sharded_state_dict, is_loading: bool = False, **kwargs):
+        for part in self.chained_optimizers:  # also to save: all steps so far may have been skipped
+            _allocate_state(part.optimizer)
         if not is_loading:
             return super().sharded_state_dict(model_sharded_state_dict, **kwargs)
-        for part in self.chained_optimizers:
-            _allocate_state(part.optimizer)
         state = super().sharded_state_dict(model_sharded_state_dict, True, **kwargs)
         return self.engine.archive.chain_state(self, state, kwargs.get("metadata"))
 
@@ -205,7 +205,7 @@ class WaitsForWeights:
 
 
 def _allocate_state(adam) -> None:
-    """Create the state of one of torch's Adams before its first step, so that a checkpoint can be loaded into it.
+    """Create the state of one of torch's Adams before its first step, so that a checkpoint can be loaded or saved.
 
     Stock's DistributedOptimizer asserts that the state is there. So megatron-core 0.19.2 alone cannot resume with
     torch's AdamW, which it uses if neither Transformer Engine nor apex is installed.

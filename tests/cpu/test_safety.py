@@ -56,6 +56,18 @@ def test_a_run_evaluates_after_a_first_step_that_was_skipped():
     assert run.validation_losses[0] > run.validation_losses[2]
 
 
+@pytest.mark.parametrize("sharded", ["--use-distributed-optimizer", pytest.param("", marks=nightly)])
+def test_a_run_is_saved_before_its_first_step_is_made_and_goes_on(sharded, tmp_path):
+    """All steps so far were skipped, so torch's Adam had no state: the save ended the run."""
+    flags = [*TINY_GPT, *O1, *f"{sharded} --global-batch-size 4 --train-iters 3 --save {tmp_path}".split()]
+    poison = {"POISON": "nan", "POISONED_RANK": "0", "POISON_AT": "storage", "POISON_STEP": "1"}
+    script = str(ROOT / "tests/scripts/poisoned_gradient.py")
+    whole = run_megatron(2, [*flags, "--save-interval", "1"], script=script, env={**TOOLS, **poison})
+    again = run_megatron(2, [*flags, "--save-interval", "9", "--load", str(tmp_path), "--ckpt-step", "1"])
+    assert whole.steps[0].skipped and len(again.steps) == 2
+    assert again.losses[0] == whole.losses[1] and again.grad_norms == whole.grad_norms[1:]
+
+
 def test_a_step_over_stocks_threshold_is_skipped_and_told():
     """OptimizerConfig.grad_norm_skip_threshold: on all ranks, also where a stage's rank has no parameter of stock's."""
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --disable-bias-linear".split()
