@@ -19,7 +19,9 @@ more memory than a GPU has is not tried.
     13b-whole    GPT-13B in the layout of 175b-dp2
     qwen3-30b-a3b, deepseek-v2-lite    whole; expert parallelism over all GPUs, gradients in FP8, sequence 4,096
 
-O3-experts-graph with expert parallelism has the all-gather dispatcher: with the other there is no graph.
+O3-experts-graph with expert parallelism has the all-gather dispatcher: with the other there is no graph. Whole models
+have PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and NCCL_GRAPH_REGISTER=0 because a graph's collectives need it
+with that, unless the environment sets them.
 
 A step has 16 sequences, or --gbs. Every system trains the same model. Its layers are as many as fit 80 GB in all
 systems, with 2 GB to spare, in the first layout (LAYERS). By the estimate Transformer Engine needs most: at micro-batch
@@ -34,6 +36,7 @@ else ran; the estimate's also count what a hidden collective slows. GB are 10^9 
 import argparse
 import csv
 import json
+import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +76,8 @@ LAYOUTS = {  # by name: train_step.py's shape, and flags
     "deepseek-v2-lite": ("deepseek-v2-lite", f"{_EXPERTS} --fp8-grad-accum=fp8"),
     "tiny": ("tiny", "--tensor-model-parallel-size={gpus}"),
 }
+WHOLE = ("13b-whole", "qwen3-30b-a3b", "deepseek-v2-lite")  # near a GPU's memory: fragments could end a run
+OF_WHOLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}  # unless they are set
 OVER = 0.02  # an arm is tried if the estimate exceeds the GPU by this share or less: it was wrong by as much at worst
 IDENTITY = ("shape", "nproc", "gbs", "system", "mbs")  # the columns that say which arm a row is of
 FORMS = {"ms": ".1f", "tokens/s/GPU": ",.0f", "TFLOP/s": ".0f", "GB after a step": ".1f", "peak GB": ".1f",
@@ -297,6 +302,7 @@ def _options(args: Namespace, arm: Arm, row: Mapping, left: float) -> Namespace:
     shape, *extra = row["shape"].split()
     options = {"systems": [arm.system], "mbs": {arm.system: arm.micro_batch}, "shape": shape, "extra": extra}
     options |= {"gbs": row["gbs"], "timeout": min(args.timeout, left)}
+    options["env"] = {name: os.environ.get(name, value) for name, value in OF_WHOLE.items() if arm.layout in WHOLE}
     if args.logs:
         options["logs"] = f"{args.logs}/{arm.layout}-{arm.micro_batch}"
     return Namespace(**{**vars(args), **options})

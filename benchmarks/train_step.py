@@ -198,12 +198,12 @@ def environment(te: str, te_path: str) -> dict[str, str]:
 
 
 def command(system: str, args) -> tuple[list[str], dict[str, str]]:
-    """(Script and flags of a system's run, what its environment has besides this process')."""
+    """(Script and flags of a system's run, what its environment has besides this process'). args.env: more of it."""
     te, flags, variable = SYSTEMS[system]
     words = ["benchmarks/profile_gpt.py", *model_flags(args), f"--micro-batch-size={args.mbs[system]}"]
     words += [*flags.split(), f"--train-iters={args.iterations}"]
     profiled = args.iterations - 1 if SHAPES[args.shape].profiled else 0
-    env = {**environment(te, args.te_path), "PROFILE_STEP": str(profiled)}
+    env = {**environment(te, args.te_path), "PROFILE_STEP": str(profiled), **getattr(args, "env", {})}
     if variable:
         name, env[name] = variable.split("=")
     return words, env
