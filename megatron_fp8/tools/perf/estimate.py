@@ -113,6 +113,7 @@ def record(e: Estimate, cap_gb: float | None, tokens: float | None) -> dict[str,
         found["days"] = e.days(tokens)
     found |= {f"ms {kind}": ms for kind, ms in e.parts.items()}
     found |= {f"gb {kind}": gb for kind, gb in e.memory.items()}
+    found |= {f"gb beside the peak: {kind}": gb for kind, gb in e.of_graph.items()}
     for kind, traffic in e.traffic.items():
         found |= {f"{kind} {name}": value for name, value in traffic._asdict().items()}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in found.items()}
@@ -201,7 +202,10 @@ def table(found: Sequence[Estimate], cap_gb: float | None, tokens: float | None)
     row("tokens/s/GPU with it", (f"{e.tokens_a_second:,.0f}" if e else "" for e in largest))
     row("bound by", ("the host" if e.host_ms > e.gpu_ms else "the GPU" for e in found))
     row("host, ms", (f"{e.host_ms:,.0f}" for e in found))
-    for title, of, unit in (("ms", [e.parts for e in found], 1), ("GB", [e.memory for e in found], 3)):
+    for title, of, unit in (
+        ("ms", [e.parts for e in found], 1), ("GB", [e.memory for e in found], 3),
+        ("GB beside the peak", [e.of_graph for e in found], 3),
+    ):  # fmt: skip
         for kind in dict.fromkeys(kind for parts in of for kind in parts):
             row(f"{title}: {kind}", (f"{parts[kind]:,.{unit}f}" if kind in parts else "" for parts in of))
     kinds = list(dict.fromkeys(kind for e in found for kind in e.traffic))

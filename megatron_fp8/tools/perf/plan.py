@@ -28,7 +28,7 @@ from .hardware import Hardware
 from .job import flag
 from .job_flags import Flags
 from .output import show
-from .step import Estimate, estimate, peak
+from .step import Estimate, estimate, room
 from .systems import chosen
 from .workload import Workload
 
@@ -165,9 +165,9 @@ def _best(
         except UserError:  # too few micro-batches for virtual stages
             continue
         for w in of_size:
-            room = on.room(cap_gb) - peak(w)
-            nearest = max(room, nearest)
-            if room < 0:
+            left = room(w, on, cap_gb)
+            nearest = max(left, nearest)
+            if left < 0:
                 continue
             found = estimate(w, on)
             if best is None or found.tokens_a_second > best.tokens_a_second:
@@ -222,8 +222,8 @@ def why(e: Estimate, winner: Estimate) -> str:
 def _table(
     ranked: list[Candidate], lost: list[Candidate], args: Namespace, on: Hardware, mine: Layout, top: int
 ) -> Iterator[str]:
-    room = f"{on.room(args.cap_gb):.1f} GB (10^9 bytes)"
-    yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit in {room}, {len(lost)} do not"
+    allowed = f"{on.room(args.cap_gb):.1f} GB (10^9 bytes)"
+    yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit in {allowed}, {len(lost)} do not"
     yield ""
     if ranked:
         days = f" days for {args.tokens:.3g} tokens |" if args.tokens else ""

@@ -5,7 +5,8 @@
     GPU       pipeline + optimizer + the bare part of the data-parallel collectives + the gap at a step's ends
     step      the longer of the GPU's time and the host's
 
-Memory is that of torch's allocator, and the peak is its counters' peak. `room` also allows for memory outside it.
+Memory is that of torch's allocator, and the peak is its counters' peak. `room` also allows for memory outside it, and
+for what a graph takes that no counter has: its activations' memory stays its own while the optimizer works.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,10 @@ from .workload import MOE, Workload
 
 _WORKSPACE = 90e6  # cuBLAS's workspace and small buffers, in every system; 85 to 120 MB were measured
 _GRAPH_POOL = 70e6  # memory that a CUDA graph adds, in every system measured: 66 MiB or little more
+# What a graph that holds NCCL's collectives takes beside torch's allocator, above the hardware's beside_allocator_gb.
+# Measured once, on both ranks of a run on two H200s (383538b2): 6.9 GB in all, at most 4.1 before the recording.
+_GRAPH_WITH_NCCL = 3.9
+_OUTSIDE = "graph, outside torch's allocator"
 # The share of the gaps between a layer's kernels that a CUDA graph leaves; fitted to three runs of small micro-batches.
 _GRAPH_GAPS = 1 / 4
 # Milliseconds that a graph's GPU is idle between the kernels of a layer's experts, some 300 small ones a micro-batch:
@@ -34,6 +39,7 @@ class Estimate:
     """Attributes:
     held, peak: GB (10^9 bytes) of torch's allocator between two steps and at most, on the rank with the largest peak.
     memory: {kind: GB} of that rank at its peak; stage: its pipeline stage.
+    of_graph: {kind: GB} that a graph needs beside the peak (`_of_graph`).
     parts: {kind: ms} of the slowest stage's GPU and of the rest of the step; they add up to gpu_ms.
     traffic: {kind: Traffic} of a rank of the slowest stage.
     """
@@ -44,6 +50,7 @@ class Estimate:
     peak: float
     stage: int
     memory: dict[str, float]
+    of_graph: dict[str, float]
     parts: dict[str, float]
     traffic: dict[str, Traffic]
     gpu_ms: float
@@ -82,7 +89,7 @@ class Estimate:
 
     def room(self, cap_gb: float | None = None) -> float:
         """GB left on a GPU, or under a cap on the allocator; negative if the job does not fit."""
-        return self.hardware.room(cap_gb) - self.peak
+        return _room(self.peak, self.of_graph, self.hardware, cap_gb)
 
     def days(self, tokens: float) -> float:
         return tokens / (self.tokens_a_second * self.workload.gpus) / 86400
@@ -90,7 +97,7 @@ class Estimate:
 
 def estimate(w: Workload, hardware: Hardware) -> Estimate:
     """The Estimate of a workload.  Raises UserError if something in it is not modelled."""
-    held, peak, stage, memory = _memory(w)
+    held, peak, stage, memory, of_graph = _memory(w)
     of_first = {stage: _stage(w, hardware, stage) for stage in set(w.job.first_alike)}
     passing = [of_first[stage] for stage in w.job.first_alike]
     m, times = w.micro_batches, [sum(parts.values()) for parts in passing]
@@ -113,7 +120,7 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     layer = hardware.host_layer_ms * (w.system.tensor_host if w.job.tensor_model_parallel_size > 1 else 1)
     of_experts = m * with_experts * _host_of_experts(w) * hardware.host_layer_ms
     host = 0 if w.graphed else hardware.host_ms + w.system.host + layer * calls + of_experts
-    return Estimate(w, hardware, held, peak, stage, memory, parts, traffic, sum(parts.values()), host)
+    return Estimate(w, hardware, held, peak, stage, memory, of_graph, parts, traffic, sum(parts.values()), host)
 
 
 def _host_of_experts(w: Workload) -> float:
@@ -161,21 +168,59 @@ def _layer(w: Workload, hardware: Hardware, moe: bool, stage: int) -> dict[str, 
     return parts
 
 
-def peak(w: Workload) -> float:
-    """GB of torch's allocator at most, on the rank with the largest peak: an estimate's, without its time."""
-    return _memory(w)[1]
+def room(w: Workload, hardware: Hardware, cap_gb: float | None = None) -> float:
+    """GB left on a GPU, or under a cap on the allocator: an estimate's `room`, without its time."""
+    _, peak, _, _, of_graph = _memory(w)
+    return _room(peak, of_graph, hardware, cap_gb)
 
 
-def _memory(w: Workload) -> tuple[float, float, int, dict[str, float]]:
-    """(GB held, GB at the peak, stage, {kind: GB} at the peak) of the rank with the largest peak."""
+def _room(peak: float, of_graph: dict[str, float], hardware: Hardware, cap_gb: float | None) -> float:
+    taken = peak + sum(gb for kind, gb in of_graph.items() if cap_gb is None or kind != _OUTSIDE)
+    return hardware.room(cap_gb) - taken
+
+
+def _memory(w: Workload) -> tuple[float, float, int, dict[str, float], dict[str, float]]:
+    """(GB held, GB at the peak, stage, {kind: GB} at the peak) of the rank with the largest peak; `_of_graph`."""
     which = _fullest(w)
     found = {
         stage: (sum(held.values()), held | beside)
         for stage, (held, beside) in zip(which, stages(w, which), strict=True)
     }
-    stage, (held, kinds) = max(found.items(), key=lambda item: sum(item[1][1].values()))
+    peaks = {stage: sum(kinds.values()) / 1e9 for stage, (_, kinds) in found.items()}
+    stage = max(peaks, key=peaks.__getitem__)
+    held, kinds = found[stage]
     in_gb = {kind: size / 1e9 for kind, size in kinds.items() if size}
-    return held / 1e9, sum(in_gb.values()), stage, in_gb
+    return held / 1e9, sum(in_gb.values()), stage, in_gb, _of_graph(w, peaks)
+
+
+def _of_graph(w: Workload, peaks: dict[int, float]) -> dict[str, float]:
+    """{kind: GB} that a level's whole-step graph needs beside the peak. peaks: {stage: GB}.
+
+    Its memory holds a step's activations also when no replay runs, and nothing else may use it. So the optimizer's
+    temporaries come on top. torch counts no activation outside a replay, so its counters' peak does not show this.
+    """
+    if not (w.graphed and w.system.ours):
+        return {}
+    ranks = _ranks(w)
+    fullest = max(gb + _optimizer_temporaries(w, ranks[stage]) / 1e9 for stage, gb in peaks.items())
+    found = {"optimizer, beside the graph's memory": fullest - max(peaks.values()), _OUTSIDE: 0.0}
+    if w.gpus > 1:
+        found[_OUTSIDE] = _GRAPH_WITH_NCCL
+    return {kind: gb for kind, gb in found.items() if gb}
+
+
+def _optimizer_temporaries(w: Workload, rank: Rank) -> float:
+    """Bytes that stock's optimizer makes and frees in its step for what a level does not own, without apex and
+    Transformer Engine.
+
+    torch's Adam makes the square roots of a parameter group's second moments at once, in FP32 (_foreach_sqrt). Stock's
+    clip makes a scaled copy of one gradient after the other, which is never more. Gradients in BF16
+    (--grad-reduce-in-bf16) are copied to FP32 first, all of them. Experts that are not owned have an optimizer of their
+    own. A level's Adam makes nothing as large.
+    """
+    experts = 0 if w.job.fp8_experts else rank.experts.get("exp_avg", 0)
+    owned = [rank.others.get("exp_avg", 0), experts]
+    return max(owned) + sum(owned) * w.job.grad_reduce_in_bf16
 
 
 @lru_cache(maxsize=32)
@@ -185,6 +230,11 @@ def _first_ranks(job: Job, cells: tuple[tuple[str, str], ...] | None) -> tuple[R
     of_own = ranks_bytes(job, None if cells is None else dict(cells), stages=own, ranks=[0])
     found = dict(zip(own, of_own, strict=True))
     return tuple(found[stage] for stage in job.first_alike)
+
+
+def _ranks(w: Workload) -> tuple[Rank, ...]:
+    cells = w.cells()
+    return _first_ranks(w.job, None if cells is None else tuple(cells.items()))
 
 
 def _keeps_what_came(w: Workload) -> bool:
@@ -214,8 +264,7 @@ def stages(w: Workload, which: Iterable[int] | None = None) -> Iterator[tuple[di
     """For each pipeline stage, or for some: ({kind: bytes} held between two steps, {kind: bytes} on top of it at the
     peak)."""
     system, table = w.system, w.vocabulary * w.job.hidden_size / w.tensor
-    cells = w.cells()
-    ranks = _first_ranks(w.job, None if cells is None else tuple(cells.items()))
+    ranks = _ranks(w)
     for stage in range(w.pipeline) if which is None else which:
         rank = ranks[stage]
         kinds: dict[str, float] = {}
