@@ -4,7 +4,9 @@ import csv
 from dataclasses import replace
 
 import pytest
+import torch
 from launch import ROOT
+from test_context_memory import Living
 
 from megatron_fp8.errors import UserError
 from megatron_fp8.tools.perf import (
@@ -14,6 +16,7 @@ from megatron_fp8.tools.perf import (
     hardware,
     job_flags,
     memory_bound,
+    step,
     table_run,
     validation,
 )
@@ -181,6 +184,38 @@ def test_a_graph_waits_for_no_host():
     graph, plain = estimate(one, H200), estimate(replace(one, graphed=False), H200)
     assert graph.host_ms == 0 < graph.gpu_ms == graph.ms < plain.gpu_ms < plain.host_ms == plain.ms
     assert graph.peak - plain.peak == pytest.approx(0.07)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_graph_has_its_memory_while_the_optimizer_works(gpus):
+    """So what Adam makes comes on top; with NCCL in the graph, what was measured outside torch. Not without a graph,
+    nor with Transformer Engine's optimizer."""
+    graph = laid_out(slice_7b(graphed=True), data=gpus)
+    found, plain = estimate(graph, H200), estimate(replace(graph, graphed=False), H200)
+    tables = 4096 * (graph.vocabulary + 2048) * 4 / 1e9 / gpus  # of tokens and of positions, beside small norms
+    optimizer, *outside = found.of_graph.values()
+    assert optimizer == pytest.approx(tables, rel=0.002) and outside == [3.9] * (gpus > 1)
+    assert plain.of_graph == {} == estimate(laid_out(slice_7b("te", graphed=True), data=gpus), H200).of_graph
+    assert found.room() == pytest.approx(H200.room() - found.peak - optimizer - sum(outside))
+    assert found.room(50) == pytest.approx(50 - found.peak - optimizer)  # a cap is on torch's allocator alone
+    for e in found, plain:
+        for cap in None, 50.0:
+            assert step.room(e.workload, H200, cap) == e.room(cap)
+    wide = replace(graph, job=replace(graph.job, grad_reduce_in_bf16=True))  # copied to FP32 first
+    assert estimate(wide, H200).of_graph["optimizer, beside the graph's memory"] == pytest.approx(2 * optimizer)
+
+
+def test_what_torchs_adam_makes():
+    """As much as a parameter group's second moments, at once: what the estimate counts beside a graph's memory."""
+    weights = [torch.randn(n, requires_grad=True) for n in (300, 500, 200)]
+    adam = torch.optim.AdamW(weights, foreach=True)  # its way on a GPU
+    for _ in range(2):
+        for w in weights:
+            w.grad = torch.randn(w.shape)
+        states = [t for state in adam.state.values() for t in state.values()]
+        with Living(*weights, *(w.grad for w in weights), *states) as living:
+            adam.step()
+    assert living.peak == pytest.approx(4 * 1000, abs=64)  # and numbers of a few bytes
 
 
 @pytest.mark.parametrize("more", ["", "--fp8-grad-accum bf16"])

@@ -116,7 +116,40 @@ def test_a_graph_with_experts_on_several_gpus_gathers_tokens(arm, gpus, gathers)
     row = eight.settings(eight.arm_of(arm), gpus, batch=8)
     found = eight.predicted(row, hardware.load("h200"))
     assert found is not None and found.workload.picks == gathers
-    assert found.workload.graphed == arm.split(":")[1].endswith("graph") and found.room() > 5
+    assert found.workload.graphed == arm.split(":")[1].endswith("graph") and found.room() > 4
+
+
+def test_what_a_graph_needs_beside_its_peak():
+    """Of the whole Qwen3 as a graph on two H200s, from the lines with which it ended out of memory (383538b2): GiB that
+    torch held with the graph's memory, that the optimizer wanted, that were outside torch."""
+    gib = 2**30 / 1e9
+    on = hardware.load("h200")
+    found = eight.predicted(eight.settings(eight.arm_of("qwen3-30b-a3b:O3-experts-graph:1"), 2, batch=8), on)
+    assert found.peak == pytest.approx(129.39 * gib, rel=0.01)
+    optimizer, outside = found.of_graph.values()
+    assert optimizer == pytest.approx(1.16 * gib, rel=0.025)  # a table, and here half of the norms and routers
+    assert on.beside_allocator_gb + outside == pytest.approx(6.45 * gib, rel=0.01)
+    left = on.memory_gb - (129.39 + 1.16 + 6.45) * gib  # if no fragment were unused
+    assert 0 < left < found.room() < left + 1.2
+
+
+@pytest.mark.parametrize("set_by_hand", [False, True])
+def test_whole_models_have_expandable_segments(monkeypatch, set_by_hand):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if set_by_hand:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+
+    def environment(name: str) -> dict[str, str]:
+        arm = eight.arm_of(name)
+        options = eight._options(eight.arguments([]), arm, eight.settings(arm, 2), 60)
+        return train_step.command(arm.system, options)[1]
+
+    for whole in "13b-whole:O3:1", "qwen3-30b-a3b:O3-experts-graph:1", "deepseek-v2-lite:O3-experts-graph:1":
+        found = environment(whole)
+        expected = "backend:native" if set_by_hand else "expandable_segments:True"
+        assert (found["PYTORCH_CUDA_ALLOC_CONF"], found["NCCL_GRAPH_REGISTER"]) == (expected, "0")
+    assert not {"PYTORCH_CUDA_ALLOC_CONF", "NCCL_GRAPH_REGISTER"} & environment("175b:O3:1").keys()
 
 
 def cells(page: str) -> dict[str, dict[str, str]]:
