@@ -207,7 +207,7 @@ def test_a_graph_has_its_memory_while_the_optimizer_works(gpus):
 
 def test_what_torchs_adam_makes():
     """As much as a parameter group's second moments, at once: what the estimate counts beside a graph's memory."""
-    weights = [torch.randn(n, requires_grad=True) for n in (300, 500, 200)]
+    weights = [torch.randn(n, requires_grad=True) for n in (300, 400, 300)]
     adam = torch.optim.AdamW(weights, foreach=True)  # its way on a GPU
     for _ in range(2):
         for w in weights:
