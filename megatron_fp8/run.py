@@ -26,7 +26,14 @@ from . import cpu, hooks
 from .engine.gemm_choice import RunGemms
 from .engine.step_end import SameEverywhere
 from .flags import graphs, log
-from .flags.checks import check_device, check_model, check_own_config, check_stage, set_max_connections
+from .flags.checks import (
+    check_device,
+    check_model,
+    check_own_config,
+    check_stage,
+    set_graph_register,
+    set_max_connections,
+)
 from .flags.config import Fp8Config, adapt_stock_args
 from .flags.probe import ProbePlan
 from .flags.sharpness import SharpnessPlan
@@ -118,6 +125,7 @@ class Run:
         if fp8 is not None:
             say(adapt_stock_args(args, fp8))
             say(set_max_connections(args))
+            say(set_graph_register(args))
             self._gemms_chosen(fp8)
             claim_folders(args)
         if self.probe is not None:

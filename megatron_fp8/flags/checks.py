@@ -16,10 +16,13 @@ import torch
 from .. import cpu
 from ..errors import NoSuchFile, UserError
 from ..ranks import gathered
+from . import graphs
 from .stock import REFUSED, rows
 
 MEGATRON_SERIES = "0.19"
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+GRAPH_REGISTER = "NCCL_GRAPH_REGISTER"
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is torch's newer name
 
 
 def check_device(capability: tuple[int, int]) -> None:
@@ -54,6 +57,26 @@ def set_max_connections(args: Namespace) -> list[str]:
     os.environ[MAX_CONNECTIONS] = "1"
     instead = f" instead of {given}" if given else ""
     return [f"{' '.join(flags)}: set {MAX_CONNECTIONS}=1{instead}, which Megatron demands before Blackwell"]
+
+
+def set_graph_register(args: Namespace) -> list[str]:
+    """Set NCCL_GRAPH_REGISTER=0 for graphs of whole steps over several ranks, if torch's allocator has expandable
+    segments. Returns lines for the log.
+
+    NCCL would register a graph's buffers. In expandable segments that ends in an illegal memory access: Megatron says
+    so of Transformer Engine's graphs, and refuses to start without the variable. NCCL reads it when it makes its first
+    communicator, so this must run before.
+
+    Raises UserError if it may have been made already.
+    """
+    expandable = next((name for name in ALLOCATOR if "expandable_segments:True" in os.environ.get(name, "")), "")
+    if not (expandable and graphs.graphed(args) and args.world_size > 1) or os.environ.get(GRAPH_REGISTER) == "0":
+        return []
+    what = f"CUDA graphs with {expandable}=expandable_segments:True"
+    if torch.distributed.is_initialized():
+        raise UserError(f"{what}: NCCL must not register buffers; export {GRAPH_REGISTER}=0 before the start")
+    os.environ[GRAPH_REGISTER] = "0"
+    return [f"{what}: set {GRAPH_REGISTER}=0, as Megatron demands for Transformer Engine's graphs"]
 
 
 def _compute_capability() -> tuple[int, int] | None:

@@ -76,9 +76,11 @@ def test_two_gpus_that_share_sequences_train_as_one(train, script):
 
 @pytest.mark.parametrize("more", ["", RECOMPUTED])
 def test_two_gpus_that_share_rows_of_documents_train_as_one(more, tmp_path):
-    """--sft: some twenty documents a row, which end anywhere in the ranks' chunks of 128 tokens. A loss is of few tokens,
-    so FP8 moves the first by more than in the test above: 0.0027 on H200s. In FP32 it is within 1e-5
-    (tests/cpu/test_sft_runs.py)."""
+    """--sft: some twenty documents a row, which end anywhere in the ranks' chunks of 128 tokens.
+
+    A loss is of few tokens, so FP8 moves the first by more than in the test above: 0.0027 on H200s. In FP32 it is
+    within 1e-5 (tests/cpu/test_sft_runs.py).
+    """
     data = write_conversations(tmp_path / "chat.jsonl", most=40)
     flags = [flag for flag in FLAGS if flag != "--mock-data"]
     flags += f"--sft --data-path {data} --calculate-per-token-loss --attention-backend auto --fp8-level O3".split()

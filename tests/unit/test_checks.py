@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from megatron_fp8 import cpu
-from megatron_fp8.flags import checks
-from megatron_fp8.flags.checks import MAX_CONNECTIONS, check_model, check_script, check_stage, set_max_connections
+from megatron_fp8.errors import UserError
+from megatron_fp8.flags import checks, graphs
+from megatron_fp8.flags.checks import (
+    GRAPH_REGISTER,
+    MAX_CONNECTIONS,
+    check_model,
+    check_script,
+    check_stage,
+    set_graph_register,
+    set_max_connections,
+)
 
 
 def asked(monkeypatch, capability=(9, 0), tp=1, cp=1, value=None, started=False):
@@ -35,6 +44,25 @@ def test_one_queue_is_set_where_megatron_demands_it(monkeypatch):
 @pytest.mark.parametrize("case", [{}, {"tp": 2, "capability": (10, 0)}], ids=["one", "Blackwell"])
 def test_and_nowhere_else(case, monkeypatch):
     assert asked(monkeypatch, **case) == ([], None)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_nccl_registers_no_graph_in_expandable_segments(name, monkeypatch):
+    def asked(world=2, graphed=True, allocator="expandable_segments:True", register=None, started=False):
+        for variable, value in {**dict.fromkeys(checks.ALLOCATOR), name: allocator, GRAPH_REGISTER: register}.items():
+            monkeypatch.setenv(variable, value or "")  # also so that what is set here is undone
+            if value is None:
+                monkeypatch.delenv(variable)
+        monkeypatch.setattr(graphs, "graphed", lambda args: graphed)
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: started)
+        return set_graph_register(Namespace(world_size=world)), checks.os.environ.get(GRAPH_REGISTER)
+
+    (line,), value = asked()
+    assert line.startswith(f"CUDA graphs with {name}=expandable_segments:True: set {GRAPH_REGISTER}=0") and value == "0"
+    assert asked(register="1")[1] == "0" and asked(register="0", started=True) == ([], "0")
+    assert [asked(**other) for other in ({"world": 1}, {"graphed": False}, {"allocator": "x:1"})] == [([], None)] * 3
+    with pytest.raises(UserError, match=f"export {GRAPH_REGISTER}=0 before the start"):
+        asked(started=True)
 
 
 def test_what_is_set_stays_where_megatron_takes_it(monkeypatch):
