@@ -235,6 +235,19 @@ def test_whole_models_with_experts_are_the_rows():
     assert f"{tokens[0]} on each of two for Qwen3-30B-A3B" in text and f"({gb[0][1]} GB;" in text
 
 
+def test_readmes_layers_with_experts_are_the_rows():
+    """Milliseconds and GB of one call's three systems, and the factor."""
+    with (ROOT / "benchmarks/results/train_step_experts.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["shape"] == "qwen3-moe --num-layers=8"]
+    of = {row["system"]: row for row in rows if row["commit"] == "6fd244fe"}
+    cells = [
+        f"{float(row['ms']):.1f} ({1.048576 * float(row['gb']):.1f} / {1.048576 * float(row['gb_peak']):.1f})"
+        for row in (of["bf16-experts"], of["te-delayed-experts-graph"], of["O3-experts-graph"])
+    ]
+    factor = float(of["te-delayed-experts-graph"]["ms"]) / float(of["O3-experts-graph"]["ms"])
+    assert f"`--fp8-experts`, graphs, one H200 | {' | '.join(cells)} | {factor:.2f} |" in page("README.md")
+
+
 def test_the_routed_layer_is_the_rows():
     """docs/performance.md's table, "counts 4 : 1" being the skewed ones, and what it says of imbalance and BF16."""
     with (ROOT / "benchmarks/results/routed_layer.csv").open(newline="") as file:
