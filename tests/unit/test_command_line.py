@@ -285,6 +285,7 @@ def test_a_line_stays_one_line_whatever_is_in_it(capsys):
     assert capsys.readouterr().err == "megatron_fp8: --name a\\nb\\x1b[2J: no such name\n"
 
 
+@pytest.mark.slow  # imports Megatron twice in processes of their own
 def test_a_warning_about_a_class_that_no_gpt_uses_is_not_shown():
     text = "{}import megatron.core.models.mimo.config.base_configs"
     hidden = "from megatron_fp8.flags.usage import hide_missing_package_warnings as hide; hide(); "
