@@ -171,6 +171,7 @@ SYSTEMS = {
     "O3-fetched-keys": System("none", "--fp8-level O3", "FETCH_KEYS=1"),  # with context parallelism
     "O3-fp8-head": System("none", "--fp8-level O3 --fp8-lm-head"),
     "O3-fp8-activations": System("none", "--fp8-level O3 --fp8-activations"),
+    "O3-long": System("none", "--fp8-level O3 --fp8-activations --fp8-loss-chunks 16"),
     "O1-tensorwise": System("none", "--fp8-level O1 --fp8-recipe tensorwise"),
     "O1-transpose-cache": System("none", "--fp8-level O1 --keep-fp8-transpose-cache"),
     "O1-grads-fp32": System("none", "--fp8-level O1 --fp8-grad-accum fp32"),

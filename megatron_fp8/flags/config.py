@@ -22,6 +22,7 @@ from .dispatch import DISPATCH, dispatch
 from .emulate import BF16_FLAG, EmulationPlan, emulation_from_args, read_patterns
 from .flag import Flag, Values, filled, one_of, refuse
 from .level import CELL_FLAGS, LEVEL, LOWEST, STOCK, is_stock, resolve
+from .loss_chunks import LOSS_CHUNKS, loss_chunks
 from .numeric_checks import check_geometry, check_numbers, check_optimizer
 from .skips import MAX_SKIPPED, most_skipped
 from .stock import ADAPTED, NOTED, REFUSED, TE, installed, plain, rows
@@ -62,7 +63,7 @@ ALL = (
     *level.FLAGS,
     *gradients.FLAGS,
     *emulate.FLAGS,
-    *(BF16_LAYERS, LM_HEAD, EXPERTS, DISPATCH, ACTIVATIONS, COMPACT, AS_LOADED, ATTENTION),
+    *(BF16_LAYERS, LM_HEAD, LOSS_CHUNKS, EXPERTS, DISPATCH, ACTIVATIONS, COMPACT, AS_LOADED, ATTENTION),
     *gemm.FLAGS,
     *log.FLAGS,
     *sharpness.FLAGS,
@@ -87,6 +88,7 @@ class Fp8Config:
         bf16_layers_start, bf16_layers_end: how many first and last layers of the model stay in BF16.
         bf16_layers: patterns of the linears that stay in BF16.
         lm_head: whether the LM head's GEMMs are FP8 too.
+        loss_chunks: parts of a micro-batch's tokens in which head and loss are computed.
         experts: whether routed experts are owned too.
         dispatch: what of their rows travels in FP8: "off", "forward" or "both" (flags/dispatch.py).
         activations: whether norms and activation functions keep their inputs for the backward pass in FP8.
@@ -136,6 +138,7 @@ class Fp8Config:
     bf16_layers_end: int
     bf16_layers: tuple[str, ...]
     lm_head: bool
+    loss_chunks: int
     experts: bool
     dispatch: str
     activations: bool
@@ -233,6 +236,7 @@ def config_from_args(args: Namespace, of_model: bool = True) -> Fp8Config | None
         bf16_layers_end=end,
         bf16_layers=() if patterns is None else read_patterns(BF16_FLAG, patterns),
         lm_head=_lm_head(args, cells["gemm"]),
+        loss_chunks=loss_chunks(args),
         experts=_experts(args, cells["grad_reduce"], of_model),
         dispatch=dispatch(args, cells["gemm"]),
         activations=activations(args, cells["gemm"]),

@@ -15,6 +15,7 @@ from .fp8_head import head_in_fp8
 from .gathered_dispatch import count_on_device
 from .layer_choice import emulates_head, keep_in_bf16
 from .local_dispatch import keep_counts_here
+from .loss_chunks import in_chunks
 from .residual import join_residuals
 from .spec import accept_local_names, convert, convert_block
 
@@ -63,6 +64,8 @@ def built_with(fp8: Fp8Config):
                 emulate_head(self.output_layer, fp8.emulate, fp8.seed, torch.distributed.get_rank())
             if fp8.lm_head and self.post_process:
                 head_in_fp8(self.output_layer, fp8.grad_format)
+            if fp8.loss_chunks > 1 and self.post_process:
+                in_chunks(self, fp8.loss_chunks)
             keep_counts_here(self)
             count_on_device(self)
             dispatch_in_fp8(self, fp8)

@@ -22,6 +22,7 @@ MORE = {
     "context": (2, f"--fp8-level O3 {CONTEXT}"),
     "context-sequence": (4, f"--fp8-level O3 {CONTEXT} --tensor-model-parallel-size 2 --sequence-parallel {SHARDED}"),
     "context-recomputed": (2, f"--fp8-level O3 {CONTEXT} {RECOMPUTED} {SHARDED}"),
+    "loss-chunks": (2, "--fp8-level O3 --fp8-loss-chunks 2 --tensor-model-parallel-size 2 --sequence-parallel"),
     "data-O1": (2, "--fp8-level O1"),
     "data-O2-replicated": (2, "--fp8-level O2 --overlap-grad-reduce"),
     "data-fp8-sums": (2, "--fp8-level O2 --fp8-grad-accum fp8 --micro-batch-size 1 --use-distributed-optimizer"),

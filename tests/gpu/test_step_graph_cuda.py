@@ -24,6 +24,7 @@ CASES = {
     "O3-checked": (1, "--fp8-level O3 --check-for-nan-in-loss-and-grad --check-for-spiky-loss"),
     "O3-just-in-time": (1, "--fp8-level O3 --fp8-recipe tensorwise --keep-fp8-transpose-cache"),
     "O3-all": (1, "--fp8-level O3 --fp8-lm-head --fp8-activations"),
+    "O3-loss-chunks": (1, "--fp8-level O3 --fp8-lm-head --fp8-loss-chunks 3"),
     "O3-fp8-sums": (1, "--fp8-level O3 --fp8-grad-accum fp8"),
     "O3-recomputed": (
         1,

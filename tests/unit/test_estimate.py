@@ -189,6 +189,8 @@ def test_flags_change_the_estimate():
     assert job_flags.workload(flags, 8, micro_batch_size=16).cells()["grad_accum"] == "fp8"
     head = job_flags.parse(f"{MODEL} --fp8-level O1 --fp8-lm-head --recompute-activations".split())
     assert job_flags.workload(head, 8).fp8_head and job_flags.workload(head, 8).recompute == "selective"
+    chunks = job_flags.parse(f"{MODEL} --fp8-level O1 --fp8-loss-chunks 8".split())
+    assert job_flags.workload(chunks, 8).loss_chunks == 8 and job_flags.workload(chunks, 8, "bf16").loss_chunks == 1
     stock = job_flags.workload(flags, 8, "bf16")
     assert stock.cells() is None and stock.job == w.job
 
@@ -522,3 +524,15 @@ def test_mistakes_are_said_in_one_line(verb, before, flags, message, capsys):
         call(verb, capsys, before, flags)
     assert "\n" not in str(error.value)
     assert not str(error.value).startswith(("estimate", "plan"))  # the other verb raises it too
+
+
+def test_loss_chunks_have_few_logits_and_the_head_once_more():
+    """A large vocabulary, whose logits are the peak: N parts hold a part and its gradient; a third more of the head."""
+    flags = f"{MODEL} --fp8-level O3 --vocab-size 128000 --micro-batch-size 8"
+    whole, parts = (
+        step.estimate(job_flags.workload(job_flags.parse(f"{flags} {more}".split()), 8), hardware.load("h200"))
+        for more in ("", "--fp8-loss-chunks 8")
+    )
+    assert whole.memory["logits"] == pytest.approx(8 * 2048 * 128000 * 2 / 1e9, rel=0.01)
+    assert parts.peak < whole.peak - 0.5 * whole.memory["logits"]
+    assert parts.parts["LM head"] == pytest.approx(4 / 3 * whole.parts["LM head"])

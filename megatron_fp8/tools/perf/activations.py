@@ -142,15 +142,16 @@ def peak(w: Workload, stage: int) -> dict[str, float]:
     )
     found = {"activations": waiting, "a layer's backward pass": backward}
     if stage == w.pipeline - 1:
-        logits = w.tokens * w.vocabulary / w.tensor * w.system.logits
-        hidden = 2 * w.tokens * w.job.hidden_size
-        beside = 2 * hidden / w.split + hidden * (w.split > 1)
+        tokens = w.tokens / w.loss_chunks  # whose logits exist at a time, in parts beside their gradient
+        logits = tokens * w.vocabulary / w.tensor * w.system.logits * (1 + (w.loss_chunks > 1))
+        hidden = 2 * tokens * w.job.hidden_size
+        beside = 2 * 2 * w.tokens * w.job.hidden_size / w.split + hidden * (w.split > 1)
         if w.system.level:
             beside += hidden
             if not w.system.ours:  # the head's weight gradient in BF16, while the logits become their gradient
                 beside += 2 * w.vocabulary * w.job.hidden_size / w.tensor
         if w.fp8_head:
-            beside += (2 * w.tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # both gradients' casts; the weight
+            beside += (2 * tokens + w.job.hidden_size) * w.vocabulary / w.tensor  # both gradients' casts; the weight
         if logits + beside > backward:
             found = {"activations": waiting, "logits": logits, "beside the logits": beside}
     return found | _kept_transposes(w, stage)

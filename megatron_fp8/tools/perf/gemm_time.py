@@ -92,6 +92,8 @@ def head(w: Workload, hardware: Hardware) -> tuple[float, float]:
     """(Forward, backward) ms of the LM head."""
     flops = 2 * w.tokens * w.job.hidden_size * w.vocabulary / w.tensor / 1e9
     backward = flops if w.job.frozen_base else 2 * flops
+    if w.loss_chunks > 1:
+        backward += flops  # the logits again
     if w.fp8_head:
         return flops / hardware.fp8_forward_tflops, backward / hardware.fp8_backward_tflops
     return flops / hardware.head_tflops, backward / hardware.head_tflops

@@ -178,6 +178,7 @@ def workload(flags: Flags, gpus: int, system: System | str | None = None, **chan
         overlap_reduce=bool(args.overlap_grad_reduce),
         overlap_gather=bool(args.overlap_param_gather),
         fp8_head=bool(getattr(args, "fp8_lm_head", False)) and system.level is not None,
+        loss_chunks=(getattr(args, "fp8_loss_chunks", None) or 1) if system.level else 1,
         fp8_activations=bool(getattr(args, "fp8_activations", False)) and system.level is not None,
         keeps_transposes=bool(args.keep_fp8_transpose_cache) and system.level is not None,
         dropout=args.hidden_dropout > 0,

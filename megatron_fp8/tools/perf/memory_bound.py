@@ -5,6 +5,7 @@ from .systems import (
     CAST_ACTIVATION,
     FP8_HEAD,
     LATENT_ROPE,
+    LOGITS_AGAIN,
     NORM_ROTATE,
     PERMUTE,
     PERMUTE_FUSED,
@@ -111,6 +112,8 @@ def _of_a_weight(w: Workload) -> float:
 def loss(w: Workload, hardware: Hardware) -> dict[str, float]:
     """{kind: ms} of the last stage's work outside its layers, for a micro-batch."""
     size = w.system.loss + (2 * FP8_HEAD if w.fp8_head else 0)
+    if w.loss_chunks > 1:
+        size += LOGITS_AGAIN
     return {
         "cross-entropy": hardware.pass_ms(size * w.tokens * w.vocabulary / w.tensor),
         "norm": hardware.pass_ms(w.system.norm * w.tokens * w.job.hidden_size / w.split),

@@ -21,6 +21,7 @@ class Workload:
     job: model and layout; its data-parallel size includes context parallelism.
     keys: how a level's context parallelism gets K and V of other ranks if they are large; "" if it is not a level's.
     virtual: model chunks a pipeline stage.
+    loss_chunks: --fp8-loss-chunks, of a level.
     recompute, modules: --recompute-granularity, --recompute-modules.
     recomputed_layers: with recompute "full", how many layers of a chunk (None: all).
     keeps_transposes: whether a level keeps W^T of its FP8 weights from one micro-batch to the next.
@@ -49,6 +50,7 @@ class Workload:
     overlap_reduce: bool = False
     overlap_gather: bool = False
     fp8_head: bool = False
+    loss_chunks: int = 1
     fp8_activations: bool = False
     keeps_transposes: bool = False
     dropout: bool = False
