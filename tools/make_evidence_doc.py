@@ -128,7 +128,9 @@ def page() -> str:
     rest = [gap for gap in (*trained, *held_out) if gap not in sent]
     with_te = (
         f'"{TE_ARM}" is stock with Transformer Engine\'s layers, its delayed scaling with the history of O1 and O3, '
-        "and FP32 gradients; this project computes nothing in it, so its commit does not count. "
+        "and FP32 gradients; this project computes nothing in it, so its commit does not count. A seed of it counts if "
+        "its losses rise and fall with the others', as on the same batches: seed 1's do not, for the others' runs of "
+        "that seed are of an older text. "
     )
     with_te *= any(TE_ARM in (gap.arm, gap.reference) for gap in trained)
     sections = {

@@ -203,7 +203,13 @@ def test_the_committed_runs_tell_their_seeds(tmp_path):
     results = evidence_stores.opened("evidence_l0", str(tmp_path))
     found = [one for _, some in results.cells() for one in some]
     for one, other in itertools.combinations(found, 2):
-        assert evidence_stores.same_batches(one, other) == (one.row.seed == other.row.seed)
+        alike = one.row.seed == other.row.seed and of_another_text(one) == of_another_text(other)
+        assert evidence_stores.same_batches(one, other) == alike
+
+
+def of_another_text(result) -> bool:
+    """The four runs of the first commit, all of seed 1, were made before the text that the plan's hashes tell."""
+    return result.row.code.startswith("4dbfdcd0")
 
 
 def beside(gap: float, spread: float, fallen: int, pairs: int = 8) -> evidence_fp8_lm.Beside:

@@ -180,6 +180,8 @@ def _backward_of_a_layer(w: Workload, moe: bool) -> float:
     fc1, ffn = w.mlp(moe)
     of_mlp = w.tokens * 2 * (ffn * (1 + frozen) + fc1) / w.tensor
     of_mlp += 2 * max(rows * columns for rows, columns, _ in w.job.layer(moe)) / w.tensor * (not frozen)
+    if w.fp8_activations and not frozen:  # fc2's operands wait for its weight gradient while fc1's gradient is cast
+        of_mlp += w.tokens * (ffn / w.tensor + hidden)
     if moe:
         of_mlp = max(of_mlp, _backward_of_rows(w))
     return w.tokens * 4 * hidden / w.split + of_mlp + _beside(w, moe)
