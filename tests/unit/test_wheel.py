@@ -27,7 +27,8 @@ def test_an_installed_package_launches_a_shipped_job(tmp_path):
     about = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(built)]
     subprocess.run(about, cwd=source, check=True, capture_output=True, timeout=500)
     page = (built / "megatron_fp8.egg-info/PKG-INFO").read_text()
-    assert "--fp8-level O3" in page and "](docs/" not in page and "docs/levels.md" in page
+    assert "--fp8-level O3" in page and "](docs/" not in page  # links to files are words
+    assert "megatron_fp8.enable()" in page and "docs/trainers.md" not in page
     where = {**os.environ, "PYTHONPATH": str(built)}
     code = "import megatron_fp8.flags.args_file as a, sys; print(a.find('model/gpt-7b'))"
     found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=where, capture_output=True, text=True)
