@@ -15,6 +15,9 @@ this module does not change Megatron's code. While it is installed, it changes t
   3. Two functions of Megatron that only warm up or build for a GPU become empty. A third, which copies the sizes for an
      experts' all-to-all to the host, handles CPU tensors as it handles a GPU's. A fourth, which gives a recomputed
      tensor's memory to its views, copies it.
+  4. On a processor for which oneDNN has no BF16 product (x86 without AVX-512), torch multiplies BF16 matrices by plain
+     loops, ten times slower than FP32 ones. There `mm`, `bmm`, `addmm` and `baddbmm` multiply in FP32 and round the
+     result to BF16. So do torch's loops, which add in another order: 1 result in 10,000 rounds the other way.
 
 Communication goes through gloo (`adapt_args`). gloo has every collective that Megatron's GPT uses, except for gathering
 tensors of unequal sizes, such as the experts' tokens. These are broadcast one by one, as NCCL does.
@@ -30,6 +33,7 @@ import functools
 import importlib.util
 import os
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +95,8 @@ def install() -> None:
     for owner, substitutes in _substitutes():
         for name, value in substitutes.items():
             _rebound.replace(owner, name, value)
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        _rebound.append(_multiply_in_fp32())
     atexit.register(_leave_groups)
 
     for hook in HOOKS:
@@ -182,6 +188,30 @@ def _methods() -> dict[str, Callable]:
         "cuda": lambda tensor, *args, **kwargs: tensor,
         "pin_memory": lambda tensor, *args, **kwargs: tensor,
     }
+
+
+def _multiply_in_fp32() -> Callable[[], None]:
+    """Replace torch's products of BF16 matrices on the CPU, those of autograd too -> the undo.
+
+    Products of other dtypes go to the same kernels as before, by the names of those that take an output.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once that a kernel is replaced
+        for name in ("mm", "bmm", "addmm", "baddbmm"):
+            library.impl(name, _in_fp32(getattr(torch.ops.aten, name).out), "CPU", allow_override=True)
+    return library._destroy
+
+
+def _in_fp32(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`product` of BF16 tensors, computed in FP32 and rounded once."""
+
+    def multiply(first, *others, **scalars):
+        if first.dtype != torch.bfloat16:
+            return product(first, *others, out=torch.empty(0, dtype=first.dtype), **scalars)
+        return product(first.float(), *(other.float() for other in others), out=torch.empty(0), **scalars).bfloat16()
+
+    return multiply
 
 
 def _nothing(*args, **kwargs) -> None:

@@ -178,6 +178,67 @@ def test_torchs_compiler_finds_one_rule_for_every_name(installed):
     assert len(rules) > 50 and not twice, twice
 
 
+@pytest.fixture
+def in_fp32():
+    """The products of a processor without BF16 instructions, on any."""
+    undo = cpu._multiply_in_fp32()
+    yield undo
+    undo()
+
+
+PRODUCTS = {  # of a (40, 300), b (300, 50) and c (40, 50)
+    "mm": lambda a, b, c: a @ b,
+    "linear": lambda a, b, c: torch.nn.functional.linear(a, b.t()),
+    "bmm": lambda a, b, c: torch.bmm(a.view(40, 2, 150).transpose(0, 1), b.view(2, 150, 50)),
+    "addmm": lambda a, b, c: torch.addmm(c, a, b, beta=0.5, alpha=2.0),
+    "linear with a bias": lambda a, b, c: torch.nn.functional.linear(a, b.t(), c[0]),
+    "baddbmm": lambda a, b, c: torch.baddbmm(c[None], a[None], b[None], beta=0.5, alpha=2.0),
+    "no sum to add to": lambda a, b, c: torch.baddbmm(c[None] / 0, a[None], b[None], beta=0, alpha=2.0),
+}
+
+
+def with_gradients(product, *operands):
+    """The result, and its gradients with respect to a and b."""
+    operands = [x.detach().requires_grad_() for x in operands]
+    result = product(*operands)
+    return [result, *torch.autograd.grad(result, operands[:2], torch.ones_like(result))]
+
+
+@pytest.mark.usefixtures("fresh_random_data")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_in_bf16_is_that_in_fp32_rounded_once(in_fp32, name):
+    operands = [torch.randn(shape).bfloat16() for shape in ((40, 300), (300, 50), (40, 50))]
+    found = with_gradients(PRODUCTS[name], *operands)
+    expected = with_gradients(PRODUCTS[name], *(x.float() for x in operands))
+    exact = with_gradients(PRODUCTS[name], *(x.double() for x in operands))
+    for ours, plain, true in zip(found, expected, exact, strict=True):
+        assert ours.dtype == torch.bfloat16 and torch.equal(ours, plain.bfloat16())
+        assert ((ours - true).abs() <= 2**-8 * true.abs() + 1e-4).all()
+
+
+@pytest.mark.usefixtures("fresh_random_data")
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_other_products_stay(in_fp32, name, dtype):
+    operands = [torch.randn(shape).to(dtype) for shape in ((40, 300), (300, 50), (40, 50))]
+    here = with_gradients(PRODUCTS[name], *operands)
+    in_fp32()
+    stock = with_gradients(PRODUCTS[name], *operands)
+    for ours, torchs in zip(here, stock, strict=True):
+        assert ours.dtype == dtype and ours.stride() == torchs.stride() and torch.equal(ours, torchs)
+
+
+def test_a_processor_with_bf16_instructions_multiplies_by_itself(monkeypatch):
+    """And one without is not left to torch's loops."""
+    replaced = []
+    monkeypatch.setattr(cpu, "_multiply_in_fp32", lambda: replaced.append("put") or (lambda: replaced.append("undone")))
+    for supported in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda answer=supported: answer)
+        cpu.install()
+        cpu.uninstall()
+        assert replaced == ([] if supported else ["put", "undone"])
+
+
 def test_uninstall_restores_everything():
     places = [(owner, name) for owner, substitutes in cpu._substitutes() for name in substitutes]
     before = [getattr(owner, name) for owner, name in places]

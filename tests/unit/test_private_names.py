@@ -35,6 +35,7 @@ TORCH = {  # name: what needs it
     "torch.ops.aten._scaled_dot_product_cudnn_attention_backward": "context parallelism",
     "torch.ops.aten._scaled_dot_product_flash_attention": "context parallelism",
     "torch.ops.aten._scaled_dot_product_flash_attention_backward": "context parallelism",
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": "cpu.py: whether torch's BF16 products are slow on this processor",
     "torch.utils._device": "cpu.py: `with torch.device(...)`",
     "torch.utils._device._device_constructors": "cpu.py: as above; what torch keeps must be its own functions",
     "torch.utils.data.dataloader._BaseDataLoaderIter": "cpu.py: a data loader draws nothing from dropout's generator",
