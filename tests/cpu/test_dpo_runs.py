@@ -275,7 +275,8 @@ def scored(pairs, tmp_path):
     return scored
 
 
-SAME_ROWS = ["--micro-batch-size", "1", "--fp8-recipe", "tensorwise"]  # a row's scales are those of its own tokens
+# A row's scales are those of its own tokens. Two rows a step: a row is a micro-batch, which is what a step costs.
+SAME_ROWS = "--micro-batch-size 1 --global-batch-size 2 --fp8-recipe tensorwise".split()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import pytest
 from megatron_runs import TINY_GPT, run_megatron
 
-NORMED = "--group-query-attention --num-query-groups 2 --qk-layernorm --attention-backend auto --train-iters 4"
+NORMED = "--group-query-attention --num-query-groups 2 --qk-layernorm --attention-backend auto --train-iters 4 "
+NORMED += "--micro-batch-size 4"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 

@@ -93,9 +93,9 @@ def test_rows_that_ranks_share_in_fp32(case, conversations):
 
 def test_rows_that_ranks_share(conversations):
     """--cp-comm-type has one way here, and a line says so."""
-    flags = ["--calculate-per-token-loss", "--cp-comm-type"]
-    alone = train(conversations, "O3", *flags[:1])
-    run = train(conversations, "O3", *flags, "a2a", CONTEXT, "2", nproc=2)
+    flags = "--calculate-per-token-loss --micro-batch-size 4".split()
+    alone = train(conversations, "O3", *flags)
+    run = train(conversations, "O3", *flags, "--cp-comm-type", "a2a", CONTEXT, "2", nproc=2)
     assert run.losses == pytest.approx(alone.losses, abs=5e-3) and run.losses[-1] < run.losses[0] - 0.3
     assert any("--cp-comm-type a2a: p2p instead: of packed documents" in line for line in run.lines)
 
@@ -105,7 +105,7 @@ def test_an_evaluation_of_rows_that_ranks_share(tmp_path):
     mean would be 0, and the validation loss a half."""
     data = write_conversations(tmp_path / "short.jsonl", most=1)
     flags = "--micro-batch-size 1 --calculate-per-token-loss --split 50,50,0 --eval-iters 2 --eval-interval 4".split()
-    flags += ["--train-iters", "4"]
+    flags += "--train-iters 4 --global-batch-size 4".split()
     alone, shared = (train(data, "O3", *flags, CONTEXT, str(n), nproc=n) for n in (1, 2))
     assert len(shared.validation_losses) == len(alone.validation_losses) > 0
     assert shared.validation_losses == pytest.approx(alone.validation_losses, abs=5e-3)
