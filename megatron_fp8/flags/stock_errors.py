@@ -248,23 +248,25 @@ def _values(frames: list[tuple[FrameType, int]]) -> tuple[list[str], list[str]]:
         if not around:
             continue
         function = next((n for n in reversed(around) if isinstance(n, ast.FunctionDef)), None)
-        parts = _called_with(around[-1], frames[-i][0], wanted) if i else _checked(around)
-        read = {name: value for part in parts for name, value in _read(part, frame, function)}
-        if read:
+        options = [_called_with(around[-1], frames[-i][0], wanted)] if i else _checked(around)
+        for parts in options:
+            read = {name: value for part in parts for name, value in _read(part, frame, function)}
             given = {name: shown for name, value in read.items() if (shown := _as_given(name, value)) is not None}
             typed = [shown for name, shown in given.items() if _is_typed(name)]
             missing = [_flags[name].option_strings[0] for name in read.keys() - given.keys() if not i]
             if typed:  # a missing flag is only a clue beside one that was given
                 return typed, sorted(missing)[:_MANY]
-        wanted = {getattr(n, "attr", getattr(n, "id", "")) for part in parts for n in ast.walk(part)}
+        wanted = {getattr(n, "attr", getattr(n, "id", "")) for part in options[0] for n in ast.walk(part)}
     return [], []
 
 
-def _checked(around: list[ast.stmt]) -> list[ast.AST]:
-    """The expressions that a failed assert or raise reads, including the condition of an `if` around it."""
+def _checked(around: list[ast.stmt]) -> list[list[ast.AST]]:
+    """What a failed assert or raise reads: with the condition of the innermost `if` around it, then with the next."""
     statement = around[-1]
-    reason = [around[-2].test] if len(around) > 1 and isinstance(around[-2], ast.If) else []
-    return [*reason, statement.test if isinstance(statement, ast.Assert) else statement]
+    read: list[ast.AST] = [statement.test if isinstance(statement, ast.Assert) else statement]
+    conditions = [n.test for n in around[-2::-1] if isinstance(n, ast.If)]
+    innermost = len(around) > 1 and isinstance(around[-2], ast.If)
+    return [[*conditions[:i], *read] for i in range(innermost, len(conditions) + 1)]
 
 
 def _called_with(statement: ast.stmt, callee: FrameType, wanted: set[str]) -> list[ast.AST]:

@@ -54,6 +54,20 @@ WRONG = [  # (world size, flags, how the line begins)
     (1, "--ckpt-format torch_dcp", "--ckpt-format torch_dcp is only tested with FSDP (without --use-torch-fsdp2)"),
     (1, "--data-path x", "--mock-data, --data-path x: A single data source must be provided"),
     (1, "--use-mup --mup-base-hidden-size 0", "--use-mup, --mup-base-hidden-size 0: --mup-base-hidden-size must be"),
+    (
+        1,
+        "--num-experts 4 --moe-router-topk 2 --swiglu --moe-router-group-topk 2",
+        "--moe-router-group-topk 2: When using group limited routing, moe_router_num_groups must be specified (without "
+        "--moe-router-num-groups); Megatron checks",
+    ),
+    (
+        1,
+        "--num-experts 4 --moe-router-topk 2 --swiglu --moe-pad-expert-input-to-capacity",
+        "--moe-pad-expert-input-to-capacity: moe_expert_capacity_factor must be set to use "
+        "moe_pad_expert_input_to_capacity (without --moe-expert-capacity-factor); Megatron",
+    ),
+    (1, "--num-experts 4 --moe-router-topk 2 --swiglu --moe-enable-deepep", "--moe-enable-deepep: DeepEP backend is"),
+    (1, "--moe-ffn-hidden-size 64", "--moe-ffn-hidden-size 64: moe_ffn_hidden_size is set but num_moe_experts is None"),
     (1, "--num-experts 4 --moe-router-topk 1 --swiglu", "--moe-router-topk 1: Please use --moe-router-pre-softmax"),
 ]
 
