@@ -149,6 +149,8 @@ def load_whole(fp8: Fp8Config | None) -> Callable:
                     if rank0 and args.exit_on_missing_checkpoint:
                         said = "there is no checkpoint; give the folder that --save wrote"
                         raise UserError(f"--load {load_dir}: {said}, or remove --exit-on-missing-checkpoint")
+                    if not (args.save and os.path.realpath(args.save) == os.path.realpath(load_dir)):
+                        _say_at_random(str(load_dir))
                     return stock(*given, **kwargs)
                 remedy = functools.partial(_remedy_alone, Path(load_dir), folder)
                 with one_line(load_dir, f"{folder.name} cannot be read", lambda error: not is_bug(error), remedy):
@@ -299,9 +301,19 @@ def _say_going_back_to(folder: Path) -> None:
     _say(f"{folder.parent}: the last save was interrupted; going back to {folder.name}")
 
 
+@functools.cache
+def _say_at_random(load: str) -> None:
+    """Of a run that saves elsewhere: one that resumes itself finds nothing in its first start."""
+    _say(
+        f"{load}: there is no checkpoint, so the weights begin at random; if they should not, give the folder that "
+        "--save wrote (with --exit-on-missing-checkpoint such a run ends here)"
+    )
+
+
 def forget_said() -> None:
     """Say it again in the next run."""
     _say_going_back_to.cache_clear()
+    _say_at_random.cache_clear()
 
 
 def _say(line: str) -> None:

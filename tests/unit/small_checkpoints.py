@@ -41,6 +41,7 @@ def load(one_rank, monkeypatch):
     def load(folder: Path, **flags) -> int | None:
         args = Namespace(
             load=str(folder),
+            save=str(folder),
             ckpt_step=None,
             non_persistent_ckpt_type=None,
             non_persistent_global_ckpt_dir=None,

@@ -11,6 +11,7 @@ from megatron.training import checkpointing
 from small_checkpoints import STOCKS, TRACKER, load, one_rank, save, unsealed
 from test_seal import line_of
 
+from megatron_fp8.checkpoint import loads
 from megatron_fp8.checkpoint.refusals import is_misfit, one_line
 from megatron_fp8.checkpoint.seal import SEAL
 
@@ -120,6 +121,22 @@ def test_exit_on_missing_checkpoint(load, tmp_path):
     assert load(tmp_path) is None  # the second remedy
     save(tmp_path, 5)
     assert load(tmp_path, exit_on_missing_checkpoint=True) == 5
+
+
+def test_a_run_that_found_no_checkpoint_says_that_its_weights_are_random(load, tmp_path, capsys):
+    """Stock only warns of a misspelt --load. The first start of a run that loads what it saves says nothing."""
+    loads.forget_said()
+    (tmp_path / "link").symlink_to(tmp_path)
+    for saves in (tmp_path, tmp_path / "link"):
+        assert load(tmp_path, save=str(saves)) is None and "[fp8]" not in capsys.readouterr().out
+    for saves in (str(tmp_path / "other"), None):
+        loads.forget_said()
+        assert load(tmp_path, save=saves) is load(tmp_path, save=saves) is None
+        said = [line for line in capsys.readouterr().out.splitlines() if "[fp8]" in line]
+        assert len(said) == 1 and said[0].startswith(f"[fp8] --load {tmp_path}: there is no checkpoint, so the weights")
+    save(tmp_path, 5)
+    loads.forget_said()
+    assert load(tmp_path, save=None) == 5 and "[fp8]" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("others", ["sealed", "stock's", "none"])
