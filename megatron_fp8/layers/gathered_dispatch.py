@@ -21,11 +21,8 @@ It serves runs that ask for a graph, because the bound costs memory. A pass in w
 (experts.py), or whose probabilities are applied on the input, goes stock's way.
 """
 
-from types import SimpleNamespace
-
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
 from ..flags.graphs import WHOLE
@@ -33,6 +30,7 @@ from ..ops.groups import Groups, groups_of_chosen
 from .experts import Fp8Experts
 from .function import Function
 from .grouped_experts import Box
+from .own_dispatcher import made_of
 from .parcel import ticket
 
 
@@ -57,9 +55,13 @@ class GatheredDispatcher(MoEAllGatherTokenDispatcher):
     _picks = False  # whether the experts run together in the pass, so that rows need no count
 
     def __init__(self, stock: MoEAllGatherTokenDispatcher, experts: Fp8Experts):
-        groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
-        super().__init__(stock.num_local_experts, stock.local_expert_indices, stock.config, groups)
+        super().__init__(*made_of(stock))
         self.experts = experts
+
+    @staticmethod
+    def serves(stock: MoEAllGatherTokenDispatcher) -> bool:
+        """Whether the run asks for whole steps as graphs: without them the room for all rows is not worth it."""
+        return stock.config.cuda_graph_impl == WHOLE
 
     def token_dispatch(self, hidden_states, probs):
         """(x (T, h), probabilities (T, E of all ranks)) -> those of all tokens, (N, h) and (N, E of all ranks)."""
@@ -83,13 +85,3 @@ class GatheredDispatcher(MoEAllGatherTokenDispatcher):
     def combine_preprocess(self, hidden_states):
         """The experts' rows, or their sums (N, h) -> sums (N, h)."""
         return hidden_states if self._picks else super().combine_preprocess(hidden_states)
-
-
-def count_on_device(model: torch.nn.Module) -> None:
-    """Exchange the all-gather dispatchers of layers whose owned experts may run together, if a graph is asked for."""
-    for layer in model.modules():
-        if not isinstance(layer, BaseMoELayer) or type(layer.token_dispatcher) is not MoEAllGatherTokenDispatcher:
-            continue
-        stock, experts = layer.token_dispatcher, layer.experts
-        if stock.config.cuda_graph_impl == WHOLE and isinstance(experts, Fp8Experts) and experts.grouped:
-            layer.token_dispatcher = GatheredDispatcher(stock, experts)

@@ -19,11 +19,9 @@ rounded once. Stock's atomics round it k times, in an order that changes from ru
 """
 
 import torch
-from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from ..ops import source
-from .experts import Fp8Experts
 from .function import Function
 from .grouped_experts import Box, adds_up
 from .own_dispatcher import OwnDispatcher
@@ -52,6 +50,11 @@ class LocalDispatcher(OwnDispatcher):
     """See the top of the file."""
 
     _added = False  # whether the experts add up the results of the pass
+
+    @staticmethod
+    def serves(stock: MoEAlltoAllTokenDispatcher) -> bool:
+        """Whether the rank has all experts of the layer whole, and drops no token."""
+        return stock.tp_size == stock.ep_size == 1 and stock.config.moe_expert_capacity_factor is None
 
     def _maybe_dtoh_and_synchronize(self, point, tokens_per_expert=None):
         return tokens_per_expert
@@ -85,14 +88,3 @@ class LocalDispatcher(OwnDispatcher):
     def combine_postprocess(self, hidden_states):
         """The experts' rows (R, h), or their sums (T, h) -> (..., h)."""
         return hidden_states.view(self.hidden_shape) if self._added else super().combine_postprocess(hidden_states)
-
-
-def keep_counts_here(model: torch.nn.Module) -> None:
-    """Exchange the dispatchers of a model's layers whose owned experts may run together and are all here."""
-    for layer in model.modules():
-        if not isinstance(layer, BaseMoELayer) or type(layer.token_dispatcher) is not MoEAlltoAllTokenDispatcher:
-            continue
-        stock, experts = layer.token_dispatcher, layer.experts
-        owned = isinstance(experts, Fp8Experts) and experts.grouped
-        if owned and stock.tp_size == stock.ep_size == 1 and stock.config.moe_expert_capacity_factor is None:
-            layer.token_dispatcher = LocalDispatcher(stock, experts)

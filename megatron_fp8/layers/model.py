@@ -12,12 +12,11 @@ from .dispatch import dispatch_in_fp8
 from .embedding import add_to_main_grad
 from .emulated_head import emulate_head
 from .fp8_head import head_in_fp8
-from .gathered_dispatch import count_on_device
 from .layer_choice import emulates_head, keep_in_bf16
-from .local_dispatch import keep_counts_here
 from .loss_chunks import in_chunks
 from .residual import join_residuals
 from .spec import accept_local_names, convert, convert_block
+from .uncounted import count_on_device
 
 
 def without_fp8(stock):
@@ -66,7 +65,6 @@ def built_with(fp8: Fp8Config):
                 head_in_fp8(self.output_layer, fp8.grad_format)
             if fp8.loss_chunks > 1 and self.post_process:
                 in_chunks(self, fp8.loss_chunks)
-            keep_counts_here(self)
             count_on_device(self)
             dispatch_in_fp8(self, fp8)
             add_to_main_grad(self)

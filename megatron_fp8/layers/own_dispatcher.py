@@ -1,22 +1,29 @@
-"""What our two dispatchers of tokens to experts share: stock's all-to-all, whose permutation need not move x.
+"""What our dispatchers of tokens to experts share: how they take over from stock's, and for two of them stock's
+all-to-all, whose permutation need not move x.
 
-dispatch.py sends FP8 to other ranks; local_dispatch.py serves a rank that has all experts.
+dispatch.py sends FP8 to other ranks; local_dispatch.py serves a rank that has all experts; gathered_dispatch.py gets
+all tokens.
 """
 
 from types import SimpleNamespace
 
 import torch
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
 
 from .experts import Fp8Experts
+
+
+def made_of(stock: MoETokenDispatcher) -> tuple:
+    """What `stock`, a layer's dispatcher, was made of: the arguments for another one in its place."""
+    groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
+    return stock.num_local_experts, stock.local_expert_indices, stock.config, groups
 
 
 class OwnDispatcher(MoEAlltoAllTokenDispatcher):
     """In the place of `stock`, a layer's dispatcher, for owned experts."""
 
     def __init__(self, stock: MoEAlltoAllTokenDispatcher, experts: Fp8Experts):
-        groups = SimpleNamespace(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
-        super().__init__(stock.num_local_experts, stock.local_expert_indices, stock.config, groups)
+        super().__init__(*made_of(stock))
         self.experts = experts
 
     def permuted(

@@ -41,7 +41,7 @@ experts.experts_together = counted
 if os.environ.get("FP8_TEST_LOOP"):
     Bank.ready = False
 if os.environ.get("FP8_TEST_DISPATCHER") == "stock":
-    model.keep_counts_here = lambda chunk: None
+    model.count_on_device = lambda chunk: None
 # In one write, so that two ranks' lines do not mix.
 atexit.register(lambda: os.write(1, f"\ntogether {calls}\ncopied {copies}\nlooped {poisoned_experts.loops}\n".encode()))
 runpy.run_path(str(ROOT / "tests/scripts/owned_experts.py"), run_name="__main__")
