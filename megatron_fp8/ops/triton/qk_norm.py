@@ -49,6 +49,50 @@ def _store_tail(places, y, wanted, D: tl.constexpr, HN: tl.constexpr, TAIL: tl.c
     tl.store(places[:, None] + cols[None, :], y.to(places.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _begin(
+    w_ptr, cos_ptr, sin_ptr, batch, M, chunks, HN: tl.constexpr, ZERO_CENTERED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """What a program has for all of its heads. `chunks` programs share their tokens.
+
+    Returns (its tokens, int64, which of them are there, their sequence and batch indices: (ROWS,) each; cos, sin and
+    the gain, each for the first and second numbers of the pairs; the gain of a head's other numbers, 0 without any).
+    """
+    rows = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < M
+    s, b = rows // batch, rows % batch
+    cos_1, cos_2 = _load_pairs(cos_ptr + s * D, inside, D, BLOCK, INTERLEAVED)
+    sin_1, sin_2 = _load_pairs(sin_ptr + s * D, inside, D, BLOCK, INTERLEAVED)
+    gain_1, gain_2 = _gains(w_ptr, D, BLOCK, INTERLEAVED, ZERO_CENTERED)
+    gain_t = tl.zeros((1, TAIL), tl.float32)
+    if D < HN:
+        one, wanted = _one_row(w_ptr)
+        gain_t = _tail(one, wanted, D, HN, TAIL) + (1.0 if ZERO_CENTERED else 0.0)
+    return rows, inside, s, b, cos_1, cos_2, sin_1, sin_2, gain_1, gain_2, gain_t
+
+
+@triton.jit
+def _normalized(
+    places, inside, eps,
+    HN: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """A head of each token from the pointers `places` (ROWS,) on, divided by its root mean square, float32.
+
+    Returns (first and second numbers of its pairs (ROWS, BLOCK), its other numbers (ROWS, TAIL), the factor (ROWS, 1):
+    0 if the token is not there).
+    """
+    x_1, x_2 = _load_pairs(places, inside, D, BLOCK, INTERLEAVED)
+    x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
+    squares = tl.sum(x_1 * x_1 + x_2 * x_2, 1)
+    x_t = tl.zeros((places.shape[0], TAIL), tl.float32)
+    if D < HN:
+        x_t = _tail(places, inside, D, HN, TAIL)
+        squares += tl.sum(x_t * x_t, 1)
+    rstd = tl.where(inside, 1.0 / tl.sqrt_rn(squares / HN + eps), 0.0)[:, None]
+    return x_1 * rstd, x_2 * rstd, x_t * rstd, rstd
+
+
 @launched
 @triton.jit
 def _norm_rotate_kernel(
@@ -58,32 +102,20 @@ def _norm_rotate_kernel(
 ):  # fmt: skip
     """Write x's heads, normalised and rotated, to out (M, heads), each OUT numbers after the one before."""
     chunks = heads // HEADS
-    rows = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = rows < M
-    s, b = rows // batch, rows % batch
-    cos_1, cos_2 = _load_pairs(cos_ptr + s * D, inside, D, BLOCK, INTERLEAVED)
-    sin_1, sin_2 = _load_pairs(sin_ptr + s * D, inside, D, BLOCK, INTERLEAVED)
-    gain_1, gain_2 = _gains(w_ptr, D, BLOCK, INTERLEAVED, ZERO_CENTERED)
-    if D < HN:
-        one, wanted = _one_row(w_ptr)
-        gain_t = _tail(one, wanted, D, HN, TAIL) + (1.0 if ZERO_CENTERED else 0.0)
+    rows, inside, s, b, cos_1, cos_2, sin_1, sin_2, gain_1, gain_2, gain_t = _begin(
+        w_ptr, cos_ptr, sin_ptr, batch, M, chunks, HN, ZERO_CENTERED, INTERLEAVED, D, BLOCK, TAIL, ROWS
+    )
     for i in range(HEADS):
         head = tl.program_id(0) % chunks * HEADS + i
         source = x_ptr + (head // R).to(tl.int64) * x_g + head % R * HN + s * x_s + b * x_b
+        n_1, n_2, n_t, _ = _normalized(source, inside, eps, HN, INTERLEAVED, D, BLOCK, TAIL)
+        z_1, z_2 = n_1 * gain_1, n_2 * gain_2
         target = out_ptr + rows * heads * OUT + head * OUT
-        x_1, x_2 = _load_pairs(source, inside, D, BLOCK, INTERLEAVED)
-        x_1, x_2 = x_1.to(tl.float32), x_2.to(tl.float32)
-        squares = tl.sum(x_1 * x_1 + x_2 * x_2, 1)
-        if D < HN:
-            x_t = _tail(source, inside, D, HN, TAIL)
-            squares += tl.sum(x_t * x_t, 1)
-        rstd = (1.0 / tl.sqrt_rn(squares / HN + eps))[:, None]
-        z_1, z_2 = x_1 * rstd * gain_1, x_2 * rstd * gain_2
         y_1 = (z_1 * cos_1 - z_2 * sin_1).to(out_ptr.dtype.element_ty)
         y_2 = (z_2 * cos_2 + z_1 * sin_2).to(out_ptr.dtype.element_ty)
         _store_pairs(target, y_1, y_2, inside, D, BLOCK, INTERLEAVED)
         if D < HN:
-            _store_tail(target, x_t * rstd * gain_t, inside, D, HN, TAIL)
+            _store_tail(target, n_t * gain_t, inside, D, HN, TAIL)
 
 
 @launched
@@ -95,41 +127,26 @@ def _norm_rotate_backward_kernel(
 ):  # fmt: skip
     """dx (M, heads * HN), and this program's part of dweight in sums (programs, HN) float32."""
     chunks = heads // HEADS
-    rows = (tl.program_id(0) // chunks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = rows < M
-    s, b = rows // batch, rows % batch
-    cos_1, cos_2 = _load_pairs(cos_ptr + s * D, inside, D, BLOCK, INTERLEAVED)
-    sin_1, sin_2 = _load_pairs(sin_ptr + s * D, inside, D, BLOCK, INTERLEAVED)
-    gain_1, gain_2 = _gains(w_ptr, D, BLOCK, INTERLEAVED, ZERO_CENTERED)
+    rows, inside, s, b, cos_1, cos_2, sin_1, sin_2, gain_1, gain_2, gain_t = _begin(
+        w_ptr, cos_ptr, sin_ptr, batch, M, chunks, HN, ZERO_CENTERED, INTERLEAVED, D, BLOCK, TAIL, ROWS
+    )
     dw_1 = tl.zeros((ROWS, BLOCK), tl.float32)
     dw_2 = tl.zeros((ROWS, BLOCK), tl.float32)
-    if D < HN:
-        one, wanted = _one_row(w_ptr)
-        gain_t = _tail(one, wanted, D, HN, TAIL) + (1.0 if ZERO_CENTERED else 0.0)
-        dw_t = tl.zeros((ROWS, TAIL), tl.float32)
+    dw_t = tl.zeros((ROWS, TAIL), tl.float32)
     for i in range(HEADS):
         head = tl.program_id(0) % chunks * HEADS + i
         source = x_ptr + (head // R).to(tl.int64) * x_g + head % R * HN + s * x_s + b * x_b
-        n_1, n_2 = _load_pairs(source, inside, D, BLOCK, INTERLEAVED)
-        n_1, n_2 = n_1.to(tl.float32), n_2.to(tl.float32)
-        squares = tl.sum(n_1 * n_1 + n_2 * n_2, 1)
-        if D < HN:
-            n_t = _tail(source, inside, D, HN, TAIL)
-            squares += tl.sum(n_t * n_t, 1)
-        rstd = tl.where(inside, 1.0 / tl.sqrt_rn(squares / HN + eps), 0.0)[:, None]
+        n_1, n_2, n_t, rstd = _normalized(source, inside, eps, HN, INTERLEAVED, D, BLOCK, TAIL)
         gradient = dy_ptr + head.to(tl.int64) * dy_h + s * dy_s + b * dy_b
         y_1, y_2 = _load_pairs(gradient, inside, D, BLOCK, INTERLEAVED)
         y_1, y_2 = y_1.to(tl.float32), y_2.to(tl.float32)
         z_1, z_2 = y_1 * cos_1 + y_2 * sin_2, y_2 * cos_2 - y_1 * sin_1
-        n_1 *= rstd
-        n_2 *= rstd
         dw_1 += z_1 * n_1
         dw_2 += z_2 * n_2
         g_1, g_2 = z_1 * gain_1, z_2 * gain_2
         along = tl.sum(g_1 * n_1 + g_2 * n_2, 1)
         if D < HN:
             z_t = _tail(gradient, inside, D, HN, TAIL)
-            n_t *= rstd
             dw_t += z_t * n_t
             g_t = z_t * gain_t
             along += tl.sum(g_t * n_t, 1)
