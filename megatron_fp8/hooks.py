@@ -29,6 +29,7 @@ REPORT = "MEGATRON_FP8_REPORT"
 APEX = "fused_weight_gradient_mlp_cuda"  # gemm/fused_wgrad.py has its stand-in
 ARGUMENTS = "megatron.training.arguments"
 CHECKPOINTING = "megatron.training.checkpointing"
+CLIP = "megatron.core.optimizer.clip_grads"
 DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
 GPT_MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
 LATENT_ROTATION = "megatron.core.fusions.fused_mla_yarn_rope_apply"
@@ -45,6 +46,13 @@ def _checkpoints(run) -> bool:
     return bool(run.args.load or run.args.save or run.args.pretrained_checkpoint)
 
 
+def _clips_with_copies(run) -> bool:
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.utils import local_multi_tensor_scale
+
+    return run.fp8 is not None and clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale
+
+
 ALWAYS = When("always")
 LEVEL_UNREAD = When(
     f"until parse_args is called, with {LEVEL.name} on the command line, and not O0", lambda run: run.expects_level
@@ -54,6 +62,7 @@ A_LEVEL_ON_CUDA = When(
     "with a level, on CUDA, without apex's module",
     lambda run: run.fp8 is not None and not run.on_cpu and not is_stock(LEVEL.given(run.args)) and not installed(APEX),
 )
+LEVEL_WITHOUT_SCALE = When("with a level, without Transformer Engine and apex", _clips_with_copies)
 LATENT_ON_CUDA = When(
     "with a level and --multi-latent-attention, on CUDA",
     lambda run: run.fp8 is not None and not run.on_cpu and run.args.multi_latent_attention,
@@ -185,6 +194,11 @@ RUN = (
         *(TRAINING, "get_megatron_optimizer", "run.optimizer_built", "config model_chunks config_overrides"),
         LEVEL_OR_REPORT,
         f"Appends our part to the optimizer chain, and sees the buffers for {REPORT}.",
+    ),
+    Hook(
+        *(CLIP, "multi_tensor_scale_impl", "engine.clip.scaled_in_place"),
+        *("chunk_size noop_flag tensor_lists scale", LEVEL_WITHOUT_SCALE),
+        "Clips stock's gradients in place: stock makes a copy of each, as large as a table.",
     ),
     Hook(
         *(TRAINING, "logical_and_across_model_parallel_group", "run.same.logical_and", "input group", A_LEVEL),

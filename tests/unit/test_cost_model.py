@@ -2,12 +2,17 @@
 
 import csv
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from launch import ROOT
+from megatron.core.utils import local_multi_tensor_scale
 from test_context_memory import Living
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_fp8.engine.chain import _step_in_one_kernel
+from megatron_fp8.engine.clip import scaled_in_place
 from megatron_fp8.errors import UserError
 from megatron_fp8.tools.perf import (
     activations,
@@ -188,34 +193,47 @@ def test_a_graph_waits_for_no_host():
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_graph_has_its_memory_while_the_optimizer_works(gpus):
-    """So what Adam makes comes on top; with NCCL in the graph, what was measured outside torch. Not without a graph,
-    nor with Transformer Engine's optimizer."""
+    """So what stock's makes comes on top: BF16 gradients in FP32, and else nothing; with NCCL in the graph, what was
+    measured outside torch. Not without a graph, nor with Transformer Engine's optimizer."""
     graph = laid_out(slice_7b(graphed=True), data=gpus)
-    found, plain = estimate(graph, H200), estimate(replace(graph, graphed=False), H200)
+    wide = replace(graph, job=replace(graph.job, grad_reduce_in_bf16=True))
     tables = 4096 * (graph.vocabulary + 2048) * 4 / 1e9 / gpus  # of tokens and of positions, beside small norms
-    optimizer, *outside = found.of_graph.values()
-    assert optimizer == pytest.approx(tables, rel=0.002) and outside == [3.9] * (gpus > 1)
-    assert plain.of_graph == {} == estimate(laid_out(slice_7b("te", graphed=True), data=gpus), H200).of_graph
-    assert found.room() == pytest.approx(H200.room() - found.peak - optimizer - sum(outside))
-    assert found.room(50) == pytest.approx(50 - found.peak - optimizer)  # a cap is on torch's allocator alone
-    for e in found, plain:
-        for cap in None, 50.0:
-            assert step.room(e.workload, H200, cap) == e.room(cap)
-    wide = replace(graph, job=replace(graph.job, grad_reduce_in_bf16=True))  # copied to FP32 first
-    assert estimate(wide, H200).of_graph["optimizer, beside the graph's memory"] == pytest.approx(2 * optimizer)
+    outside = {"graph, outside torch's allocator": 3.9} if gpus > 1 else {}
+    for w, optimizer in (graph, 0.0), (wide, tables):
+        found, plain = estimate(w, H200), estimate(replace(w, graphed=False), H200)
+        beside = {"optimizer, beside the graph's memory": pytest.approx(optimizer, rel=0.002)} if optimizer else {}
+        assert found.of_graph == {**beside, **outside} and plain.of_graph == {}
+        optimizer = sum(found.of_graph.values()) - sum(outside.values())
+        assert found.room() == pytest.approx(H200.room() - found.peak - optimizer - sum(outside.values()))
+        assert found.room(50) == pytest.approx(50 - found.peak - optimizer)  # a cap is on torch's allocator alone
+        for e in found, plain:
+            for cap in None, 50.0:
+                assert step.room(e.workload, H200, cap) == e.room(cap)
+    assert estimate(laid_out(slice_7b("te", graphed=True), data=gpus), H200).of_graph == {}
 
 
-def test_what_torchs_adam_makes():
-    """As much as a parameter group's second moments, at once: what the estimate counts beside a graph's memory."""
-    weights = [torch.randn(n, requires_grad=True) for n in (300, 400, 300)]
-    adam = torch.optim.AdamW(weights, foreach=True)  # its way on a GPU
-    for _ in range(2):
-        for w in weights:
-            w.grad = torch.randn(w.shape)
-        states = [t for state in adam.state.values() for t in state.values()]
-        with Living(*weights, *(w.grad for w in weights), *states) as living:
-            adam.step()
-    assert living.peak == pytest.approx(4 * 1000, abs=64)  # and numbers of a few bytes
+@pytest.mark.parametrize("level", [True, False])
+def test_what_stocks_clip_and_torchs_adam_make(level):
+    """Nothing at a level; else as much as a table: what the estimate counts beside a graph's memory."""
+    clip = scaled_in_place(local_multi_tensor_scale) if level else local_multi_tensor_scale
+    with FakeTensorMode():
+        weights = [torch.nn.Parameter(torch.empty(n, device="cuda")) for n in (300, 400, 300)]
+        adam = torch.optim.AdamW(weights)
+        if level:
+            _step_in_one_kernel(SimpleNamespace(optimizer=adam))
+        for _ in range(2):
+            for w in weights:
+                w.grad = torch.empty_like(w)
+            grads = [w.grad for w in weights]
+            states = [t for state in adam.state.values() for t in state.values()]
+            with Living(*weights, *grads, *states) as clipping:
+                clip(65536, None, [grads, grads], 0.5)
+            with Living(*weights, *grads, *states) as stepping:
+                adam.step()
+    if level:
+        assert clipping.peak == 0 and stepping.peak < 64  # numbers of a few bytes
+    else:
+        assert clipping.peak >= 4 * 400 and stepping.peak >= 4 * 400
 
 
 @pytest.mark.parametrize("more", ["", "--fp8-grad-accum bf16"])

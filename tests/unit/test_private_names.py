@@ -23,6 +23,7 @@ TORCH = {  # name: what needs it
     "torch._C._set_sdp_priority_order": "attention: as above",
     "torch._C._storage_Use_Count": "cross-entropy: whether anything else holds the logits",
     "torch._dynamo": "cpu.py: imported before the stand-ins for torch.cuda",
+    "torch._foreach_mul_": "the clip of stock's gradients: one launch for all, in place",
     "torch._foreach_norm": "gradient norm, update norm: one launch for all tensors",
     "torch._foreach_sub_": "--fp8-log-update-norm",
     "torch._fused_sdp_choice": "context parallelism: which of SDPA's kernels takes these shapes",

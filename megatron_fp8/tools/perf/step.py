@@ -210,17 +210,13 @@ def _of_graph(w: Workload, peaks: dict[int, float]) -> dict[str, float]:
 
 
 def _optimizer_temporaries(w: Workload, rank: Rank) -> float:
-    """Bytes that stock's optimizer makes and frees in its step for what a level does not own, without apex and
-    Transformer Engine.
+    """Bytes that stock's optimizer makes and frees in its step for what a level does not own.
 
-    torch's Adam makes the square roots of a parameter group's second moments at once, in FP32 (_foreach_sqrt). Stock's
-    clip makes a scaled copy of one gradient after the other, which is never more. Gradients in BF16
-    (--grad-reduce-in-bf16) are copied to FP32 first, all of them. Experts that are not owned have an optimizer of their
-    own. A level's Adam makes nothing as large.
+    Gradients in BF16 (--grad-reduce-in-bf16) are copied to FP32 first, all of them. A level clips in place
+    (engine/clip.py) and has torch's Adam step in one kernel (engine/chain.py), which make nothing. Nor does its own.
     """
     experts = 0 if w.job.fp8_experts else rank.experts.get("exp_avg", 0)
-    owned = [rank.others.get("exp_avg", 0), experts]
-    return max(owned) + sum(owned) * w.job.grad_reduce_in_bf16
+    return (rank.others.get("exp_avg", 0) + experts) * w.job.grad_reduce_in_bf16
 
 
 @lru_cache(maxsize=32)
