@@ -37,7 +37,7 @@ from .cast import (
     empty_payload,
     fp8_pair,
     fp8_quad,
-    magnitude_bits,
+    larger,
     raise_amax,
     store_codes,
     tile_place,
@@ -213,7 +213,7 @@ def _activate_kernel(
             h_ptr, bias_ptr, exponents_ptr, kept_ptr, kept_exponents_ptr, rows + 1, cols, M, F, zero, KIND, GATED
         )  # fmt: skip
         if amax_ptr is not None:
-            largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+            largest = larger(largest, x_0, x_1)
         if scale_ptr is not None:
             word |= fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
         else:
@@ -256,9 +256,9 @@ def _activate_backward_kernel(
             a_0, b_0, y_0 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows, cols, M, F, KIND, GATED)
             a_1, b_1, y_1 = _act_back(dy_ptr, h_ptr, bias_ptr, exponents_ptr, rows + 1, cols, M, F, KIND, GATED)
             if amax_ptr is not None:
-                largest = tl.maximum(largest, tl.maximum(magnitude_bits(a_0), magnitude_bits(a_1)))
+                largest = larger(largest, a_0, a_1)
                 if GATED:
-                    largest = tl.maximum(largest, tl.maximum(magnitude_bits(b_0), magnitude_bits(b_1)))
+                    largest = larger(largest, b_0, b_1)
             if again_ptr is not None:
                 word_again |= fp8_pair(y_0, y_1, tl.load(again_scale_ptr), zero, AGAIN_E4M3) << (16 * i)
             if sums_ptr is not None:

@@ -129,6 +129,12 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def larger(largest, x_0, x_1):
+    """The larger one of magnitude bits `largest` and of those of x_0 and x_1, tiles of the same shape."""
+    return tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+
+
+@triton.jit
 def as_type(ptr, DTYPE: tl.constexpr):
     """The pointer, reinterpreted to another type."""
     return ptr.to(tl.pointer_type(DTYPE), bitcast=True)
@@ -229,7 +235,7 @@ def _tile_kernel(
             if scale_ptr is not None:
                 x_0, x_1 = x_0.to(tl.float32), x_1.to(tl.float32)
                 if amax_ptr is not None:
-                    largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+                    largest = larger(largest, x_0, x_1)
                 if sums_ptr is not None:
                     total += x_0 + x_1
                 pair = fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3)

@@ -21,7 +21,17 @@ import triton.language as tl
 from ...numerics.formats import E4M3, Format
 from ..groups import TILE, Groups
 from . import cast
-from .cast import as_type, empty_payload, fp8_code, fp8_pair, magnitude_bits, raise_amax, store_codes, tile_place
+from .cast import (
+    as_type,
+    empty_payload,
+    fp8_code,
+    fp8_pair,
+    larger,
+    magnitude_bits,
+    raise_amax,
+    store_codes,
+    tile_place,
+)
 from .launch import cdiv, launched, next_power_of_2
 
 ROW = 2048  # columns that a program has at once
@@ -52,7 +62,7 @@ def _groups_kernel(
             x_0 = _load_given(x_ptr, source_ptr, 4 * quads + 2 * i, cols, K, GIVEN)
             x_1 = _load_given(x_ptr, source_ptr, 4 * quads + 2 * i + 1, cols, K, GIVEN)
             if amax_ptr is not None:
-                largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+                largest = larger(largest, x_0, x_1)
             word |= fp8_pair(x_0, x_1, scale, zero, E4M3) << (16 * i)
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, K, K, True)
         if amax_ptr is not None:

@@ -40,6 +40,7 @@ from .cast import (
     by_words,
     fp8_code,
     fp8_pair,
+    larger,
     magnitude_bits,
     raise_amax,
     store_codes,
@@ -216,7 +217,7 @@ def _qkv_join_kernel(
                     x_2, rows, inside, i_2, i < D // 2, M, width, scale_ptr, out_ptr, out_t_ptr, zero, E4M3
                 )  # fmt: skip
             if amax_ptr is not None:
-                largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_1), magnitude_bits(x_2)))
+                largest = larger(largest, x_1, x_2)
         if D < HN:
             x = tl.load(source[:, None] + tail[None, :], mask=tail_mask, other=0.0).to(tl.float32)
             _write(
@@ -259,7 +260,7 @@ def _qkv_cast_kernel(
         x_0 = _load(head + within, s_stride, b_stride, batch, rows, M)
         x_1 = _load(head + within, s_stride, b_stride, batch, rows + 1, M)
         if amax_ptr is not None:
-            largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
+            largest = larger(largest, x_0, x_1)
         word |= fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3) << (16 * i)
     store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, width, width, WORDS)
     if amax_ptr is not None:
@@ -307,8 +308,8 @@ def _qkv_turn_kernel(
             head, s_stride, b_stride, cos_ptr, sin_ptr, batch, rows + 1, turned, M, HN, INTERLEAVED
         )  # fmt: skip
         if amax_ptr is not None:
-            largest = tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
-            largest = tl.maximum(largest, tl.maximum(magnitude_bits(y_0), magnitude_bits(y_1)))
+            largest = larger(largest, x_0, x_1)
+            largest = larger(largest, y_0, y_1)
         word_1 |= fp8_pair(x_0, x_1, tl.load(scale_ptr), zero, E4M3) << (16 * two)
         word_2 |= fp8_pair(y_0, y_1, tl.load(scale_ptr), zero, E4M3) << (16 * two)
     width = heads * HN

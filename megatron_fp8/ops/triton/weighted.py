@@ -25,7 +25,7 @@ import triton.language as tl
 from ...numerics.formats import E4M3, Format
 from ..groups import TILE, Groups
 from .activation import act_value, act_value_and_slope
-from .cast import empty_payload, fp8_pair, magnitude_bits, raise_amax, store_codes, tile_place
+from .cast import empty_payload, fp8_pair, larger, raise_amax, store_codes, tile_place
 from .launch import cdiv, launched
 
 # Rows and columns of a tile, and warps: the fastest of six on an H100, for experts of Qwen3 and of DeepSeek-V2-Lite.
@@ -69,11 +69,6 @@ def _act_back(dy_ptr, h_ptr, probs_ptr, source_ptr, dprobs_ptr, rows, cols, F):
     return (dy * slope * two).to(dtype).to(tl.float32), (dy * value).to(dtype).to(tl.float32)
 
 
-@triton.jit
-def _larger(largest, x_0, x_1):
-    return tl.maximum(largest, tl.maximum(magnitude_bits(x_0), magnitude_bits(x_1)))
-
-
 @launched
 @triton.jit(do_not_specialize=["zero"])
 def _weighted_kernel(
@@ -91,7 +86,7 @@ def _weighted_kernel(
             x_0 = _act(h_ptr, probs_ptr, source_ptr, 4 * quads + 2 * i, cols, F)
             x_1 = _act(h_ptr, probs_ptr, source_ptr, 4 * quads + 2 * i + 1, cols, F)
             if amax_ptr is not None:
-                largest = _larger(largest, x_0, x_1)
+                largest = larger(largest, x_0, x_1)
             word |= fp8_pair(x_0, x_1, scale, zero, E4M3) << (16 * i)
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, F, True)
         if amax_ptr is not None:
@@ -120,7 +115,7 @@ def _weighted_backward_kernel(
             a_0, b_0 = _act_back(dy_ptr, h_ptr, probs_ptr, source_ptr, parts_ptr, rows, cols, F)
             a_1, b_1 = _act_back(dy_ptr, h_ptr, probs_ptr, source_ptr, parts_ptr, rows + 1, cols, F)
             if amax_ptr is not None:
-                largest = _larger(_larger(largest, a_0, a_1), b_0, b_1)
+                largest = larger(larger(largest, a_0, a_1), b_0, b_1)
             word |= fp8_pair(a_0, a_1, scale, zero, E4M3) << (16 * i)
             word_2 |= fp8_pair(b_0, b_1, scale, zero, E4M3) << (16 * i)
         store_codes(word, out_ptr, out_t_ptr, quads, cols, 0, M, F, 2 * F, True)
