@@ -106,7 +106,7 @@ class _Build:
         if torch.distributed.get_rank() == 0 and (line := parted_banks(weights, list(itertools.chain(*plans)))):
             print(f"[fp8] {line}", flush=True)
         ordered = [weight for plan in plans for run in plan for weight in run]
-        scaling, slots = _operand_scales(fp8, weights)
+        scaling, slots = _operand_scales(fp8, weights, of)
         weight_scaling, places = _weight_scales(fp8, ordered, of)
         parts = SetParts(
             of,
@@ -185,11 +185,14 @@ def _weight_scales(
 
 
 def _operand_scales(
-    fp8: Fp8Config, weights: list[OwnedWeight]
+    fp8: Fp8Config, weights: list[OwnedWeight], of: WeightGroups
 ) -> tuple[DelayedScaling | None, dict[OwnedWeight, tuple[int, int]]]:
     """Delayed scales of all linears that compute in FP8, and each one's two places: input and output gradient."""
     users = [weight for weight in weights if weight.fp8]
-    if fp8.recipe != "delayed" or not users:
+    if fp8.recipe != "delayed":
+        return None, {}
+    others = of.siblings_that_cast(bool(users))
+    if not users:
         return None, {}
     scaling = DelayedScaling(
         [fp8.forward_format, fp8.grad_format] * len(users),
@@ -198,6 +201,7 @@ def _operand_scales(
         fp8.margin,
         users[0].param.device,
         kinds=2,
+        others=others,
     )
     return scaling, {weight: (2 * i, 2 * i + 1) for i, weight in enumerate(users)}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.core import mpu
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from ..flags.config import Fp8Config
 from ..numerics.noise import noise_seed
@@ -37,6 +37,7 @@ class WeightGroups:
         rank: this process's, among the tensor-parallel ranks: they have other parts of the same weights.
         place: tells the buckets of this `data` group from those of all others, in keys of checkpoints.
         dispatch: the ranks that send each other the rows of their experts; None if the weights are no experts'.
+        siblings: the ranks that have parts of the experts of the same layers; None if the weights are no experts'.
     """
 
     name: str
@@ -50,6 +51,7 @@ class WeightGroups:
     rank: int
     place: str
     dispatch: ProcessGroup | None = None
+    siblings: ProcessGroup | None = None
 
     def identity(self, weight: OwnedWeight, seed: int) -> tuple[int, ...]:
         """Numbers that only this rank's part of this weight has, in a run of that seed."""
@@ -58,6 +60,15 @@ class WeightGroups:
     def key(self, weight: OwnedWeight) -> str:
         """A weight's name in checkpoints, the same in every layout."""
         return f"{self.name}{weight.path}.{weight.layer_number}"
+
+    def siblings_that_cast(self, casts: bool) -> ProcessGroup | None:
+        """The ranks of `siblings` that cast in FP8, if this one `casts`: --fp8-bf16-layers may keep all experts of a
+        rank in BF16. Collective over all ranks."""
+        if self.siblings is None:
+            return None
+        mine = casts, tuple(get_process_group_ranks(self.siblings))
+        said = set(gathered(mine))
+        return self.siblings if len(said) == len({ranks for _, ranks in said}) else _alike(mine)
 
     @property
     def replica(self) -> tuple[int, int, int]:
@@ -110,6 +121,7 @@ def experts(linears: WeightGroups, sharded: bool) -> WeightGroups:
         rank=rank,
         place=f"experts{others.rank()}",
         dispatch=mpu.get_expert_model_parallel_group(),
+        siblings=mpu.get_expert_tensor_and_model_parallel_group(),
     )
 
 

@@ -6,7 +6,8 @@ This is one division, correctly rounded (max * 2^-margin is exact). The result i
 neither it nor its reciprocal is infinite or denormal. If amax is zero it says nothing about the scale, and if it is not
 finite the step is lost: in both cases the previous scale stays, or 1. Quantising with a finite scale keeps an infinity
 or a NaN visible. A delayed slot that had no amax in the first step, as that of an expert without a token, has no scale
-before. It takes the smallest scale of its kind: with 1 a gradient below 2^-17 would be cast to zero.
+before. It takes the smallest scale of its kind, on all ranks that have experts of the same layers: with 1 a gradient
+below 2^-17 would be cast to zero.
 
 Delayed scaling saves the pass over x that would compute amax before the cast: it casts with an earlier scale, and the
 cast computes amax on the way. During a step every slot (one tensor of one layer) collects its maximum over the
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..ranks import all_reduce_largest
+from ..ranks import all_reduce_largest, gathered
 from .formats import Format
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
@@ -108,6 +109,7 @@ class DelayedScaling(Slots):
     first update (`warm` is False) the scales are 1 and must not be used: callers compute them from the tensor's amax.
 
     kinds: slots i and i + kinds are of one kind (inputs of two linears) and of like magnitude; 0: no two are.
+    others: ranks that have other slots of these kinds, or None. The first update is collective over them.
     """
 
     def __init__(
@@ -118,10 +120,11 @@ class DelayedScaling(Slots):
         margin: int,
         device: torch.device | str,
         kinds: int = 0,
+        others: dist.ProcessGroup | None = None,
     ):
         assert algo in ("most_recent", "max") and history_len >= 1  # the flags' checks see to it
         super().__init__(len(formats), device)
-        self.algo, self._kinds = algo, kinds or len(formats)
+        self.algo, self._kinds, self._others = algo, kinds or len(formats), others
         self.warm = False
         self.amax_history = torch.zeros(history_len, len(formats), device=device)
         self._largest = torch.tensor([fmt.max for fmt in formats], device=device)
@@ -146,8 +149,9 @@ class DelayedScaling(Slots):
     def update(self, group: dist.ProcessGroup | None = None) -> None:
         """End the step: reduce amax over `group` (None: this rank alone), add it to the history, set new scales.
 
-        One all_reduce for all slots, without host synchronisation. An amax that is not finite enters the history as
-        zero, so that the lost step affects neither the next scale nor the maximum of the history.
+        One all_reduce for all slots, without host synchronisation; in the first step a second one, over the `others`.
+        An amax that is not finite enters the history as zero, so that the lost step affects neither the next scale nor
+        the maximum of the history.
         """
         if group is not None:
             all_reduce_largest(self.amax, group)
@@ -161,12 +165,18 @@ class DelayedScaling(Slots):
     def _of_others(self, amax: torch.Tensor) -> torch.Tensor:
         """(n,): the smallest scale of those slots of the same kind whose `amax` is known; 1 if there is none."""
         known = torch.where(amax > 0, self._target / amax, torch.inf).view(-1, self._kinds).amin(0)
+        if self._others is not None:
+            dist.all_reduce(known, op=dist.ReduceOp.MIN, group=self._others)
         smallest = known.clamp(SMALLEST_SCALE, LARGEST_SCALE)
         return torch.where(known < torch.inf, smallest, 1.0).repeat(len(amax) // self._kinds)
 
     def load(self, amax_history: torch.Tensor, scale: torch.Tensor, warm: bool) -> None:
-        """Begin a step with this history and these scales, without copying them. warm: whether they may be used."""
-        self.amax_history, self.warm = amax_history, warm
+        """Begin a step with this history and these scales, without copying them. warm: whether they may be used.
+
+        Collective over the `others`: if one of them has a slot that is new, all begin with a first step.
+        """
+        self.amax_history = amax_history
+        self.warm = warm if self._others is None else all(gathered(warm, self._others))
         self.amax.zero_()
         self._set(scale)
 

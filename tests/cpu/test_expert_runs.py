@@ -190,23 +190,38 @@ def test_an_expert_without_a_token_trains_as_adam_does_without_a_gradient(level,
         fed = ".local_experts.1." in key
         assert (weight["m"] > 0, weight["v"] > 0, weight["digest"] != weight["start"]) == (fed,) * 3
         assert weight["gradients"] == steps * 2  # micro-batches of each rank
-        if not fed and weight["rank"] == 0:  # those of the expert beside it; rank 1 knows none
-            assert min(weight["scales"]) > 1.0
-        else:
-            assert weight["scales"] == [1.0, 1.0] or fed
+        assert min(weight["scales"]) > 1.0  # without a token, those of the expert beside it
 
 
-@pytest.mark.parametrize("more", ["", pytest.param("--moe-grouped-gemm", marks=pytest.mark.slow)])
-def test_an_expert_whose_first_tokens_come_in_the_second_step_trains(more):
+@pytest.mark.parametrize(
+    ("second", "more"),
+    [
+        (0, ""),
+        (3, f"{SPREAD} --moe-grouped-gemm"),  # of rank 1, none of whose experts the first step has reached
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(0, "--moe-grouped-gemm"), (3, SPREAD)]),
+    ],
+)
+def test_an_expert_whose_first_tokens_come_in_the_second_step_trains(second, more):
     """Its delayed scales were still 1, as if they were known: its gradients were cast to zero."""
     moments = {}
     for recipe in ("delayed", "tensorwise"):
         flags = f"--fp8-level O3 --fp8-recipe {recipe} --moe-router-topk 1 --moe-router-pre-softmax {more}"
         flags += " --init-method-std 0.002"  # gradients of 1e-6
-        _, found = experts(flags, 1, 2, FP8_TEST_ONLY="1,0")
-        moments[recipe] = [weight["m"] for key, weight in found.items() if ".local_experts.0." in key]
+        _, found = experts(flags, 2 if second == 3 else 1, 2, FP8_TEST_ONLY=f"1,{second}")
+        moments[recipe] = [weight["m"] for key, weight in found.items() if f".local_experts.{second}." in key]
     assert len(moments["delayed"]) == 4 and min(moments["delayed"]) > 0
     assert moments["delayed"] == pytest.approx(moments["tensorwise"], rel=0.15)
+
+
+@pytest.mark.slow
+def test_all_experts_of_a_rank_go_from_bf16_to_fp8(tmp_path):
+    """Only rank 0 has scales at first, and asks nobody for theirs; then both ranks begin theirs anew."""
+    save = f"--fp8-level O3 {SPREAD} --save {tmp_path} --load {tmp_path} --save-interval 2"
+    first, found = experts(f"{save} --fp8-bf16-layers *.local_experts.[23].*", 2, 2)
+    assert {(weight["rank"], len(weight["scales"])) for weight in found.values()} == {(0, 2), (1, 0)}
+    assert len(first.losses) == 2
+    second, found = experts(f"{save} --override-opt_param-scheduler", 2, 4)
+    assert len(second.losses) == 2 and all(min(weight["scales"]) > 1.0 for weight in found.values())
 
 
 @pytest.mark.slow  # test_safety.py has a NaN on one rank

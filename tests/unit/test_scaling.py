@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exact import INF, NAN, same
+from gloo_ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -125,6 +126,23 @@ def test_a_slot_without_an_amax_in_the_first_step_takes_the_smallest_scale_of_it
     assert step(state, 3.5, 0.0, 3.5, 0.0, 0.0, 2.0**-21)[2:] == [128.0, 57344 * 2.0**19, 32.0, 57344 * 2.0**21]
     none = DelayedScaling([E4M3, E5M2] * 2, 4, "max", 0, "cpu", kinds=2)
     assert step(none, 7.0, 0.0, 0.0, NAN) == [64.0, 1.0, 64.0, 1.0]
+
+
+def scales_of_two_ranks(rank, _):
+    state = DelayedScaling([E4M3, E5M2] * 2, 4, "max", 0, "cpu", kinds=2, others=dist.group.WORLD)
+    found = [step(state, *((7.0, 2.0**-20, 14.0, 0.0) if rank == 0 else [0.0] * 4))]
+    found.append(step(state, 7.0, 2.0**-20) if rank else state.scale.tolist())  # a later step is each rank's own
+    state.load(state.amax_history, state.scale, warm=rank == 0)
+    return found, state.warm
+
+
+def test_a_rank_without_an_amax_in_the_first_step_takes_the_smallest_scale_of_the_others(tmp_path):
+    """If none of a rank's experts had a token, all of its scales were 1."""
+    large, small, grad = 64.0, 32.0, 57344 * 2.0**20
+    (first, one), (second, other) = run_ranks(scales_of_two_ranks, 2, tmp_path)
+    assert first == [[large, grad, small, grad]] * 2
+    assert second == [[small, grad, small, grad], [large, grad, small, grad]]
+    assert one is other is False  # or the next first update would wait for a rank that makes none
 
 
 @pytest.mark.parametrize("algo", ["most_recent", "max"])
