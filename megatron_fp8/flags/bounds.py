@@ -1,8 +1,8 @@
 """The smallest and the largest number that a flag may have, for stock Megatron's flags and for our verbs' own.
 
 Every parser checks its numbers here (flags/usage.py).  The least is 1 if Megatron divides by the number before it
-checks it.  The most is larger than any real job needs, but memory, time and 64 bits can still handle it: a model of
-10**19 layers is a typing error.
+checks it, or if nothing of size 0 can be built.  The most is larger than any real job needs, but memory, time and 64
+bits can still handle it: a model of 10**19 layers is a typing error.
 """
 
 import math
@@ -28,10 +28,11 @@ BOUNDS = {
     ),
     **_rows("--recompute-num-layers --mtp-num-layers --encoder-num-layers", None, _LAYERS),
     **_rows(
-        "--hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels", 1,
-        _WIDTH,
+        """--hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels --moe-router-topk
+        --moe-ffn-hidden-size --q-lora-rank --kv-lora-rank --v-head-dim""",
+        1, _WIDTH,
     ),
-    **_rows("--num-experts --moe-router-topk --moe-ffn-hidden-size --fp8-amax-history-len", None, _WIDTH),
+    **_rows("--num-experts --fp8-amax-history-len", None, _WIDTH),
     **_rows(
         """--micro-batch-size --global-batch-size --seq-length --max-position-embeddings --vocab-size
         --make-vocab-size-divisible-by --mlp-chunks-for-training""",

@@ -53,6 +53,9 @@ _WITHOUT_TE = (
 _REMEDIES = {  # {a part of a message of Megatron's that names no flag: what helps}
     "requires TPxEP > 1": "that is --expert-tensor-parallel-size times --expert-model-parallel-size; raise one, or use "
     "--moe-token-dispatcher-type alltoall",
+    "if MoE and tensor parallelism": "Megatron ends the run for it; add --sequence-parallel",
+    "DeepEP is not installed": "or use --moe-token-dispatcher-type alltoall",
+    "HybridEP is not installed": "or use --moe-token-dispatcher-type alltoall",
     "apply_rope_fusion is not available": _WITHOUT_TE,
     "persist_layer_norm not supported by torch": _WITHOUT_TE,
 }

@@ -2,7 +2,7 @@
 
 stock_errors.py handles Megatron's own checks; this file has the combinations that Megatron does not check.  Each of
 them crashes without a level too: a traceback of an operation on None or on an object of another type, sometimes hours
-later, at the first evaluation or at the end of the training.
+later, at the first evaluation or at the end of the training.  One does not crash: groups of experts by no score.
 """
 
 import os
@@ -72,6 +72,30 @@ FAULTS = (
         lambda args: "--no-initialization: the weights would be what the memory held before; add --load or "
         "--pretrained-checkpoint, or remove the flag",
     ),
+    Fault(
+        lambda args: bool(args.num_experts) and args.moe_layer_freq == 0,
+        lambda args: "--moe-layer-freq 0: Megatron gives one layer of so many experts; use 1 for all layers, or a list "
+        "such as [0,1]",
+    ),
+    Fault(
+        lambda args: bool(args.num_experts)
+        and args.moe_input_jitter_eps is not None
+        and args.moe_input_jitter_eps <= 0,
+        lambda args: f"--moe-input-jitter-eps {args.moe_input_jitter_eps:g}: Megatron draws from 1 - this to 1 + this; "
+        "use a number above 0, or remove it",
+    ),
+    Fault(
+        lambda args: _by_groups(args) and args.moe_router_topk > _in_reach(args),
+        lambda args: f"--moe-router-topk {args.moe_router_topk}: a token's --moe-router-group-topk "
+        f"{args.moe_router_group_topk} of --moe-router-num-groups {args.moe_router_num_groups} groups have "
+        f"{_in_reach(args)} of the --num-experts {args.num_experts}; use at most so many, or larger or more groups",
+    ),
+    Fault(
+        lambda args: _by_groups(args) and args.moe_router_group_topk > args.moe_router_topk,
+        lambda args: f"--moe-router-group-topk {args.moe_router_group_topk}: more than --moe-router-topk "
+        f"{args.moe_router_topk}, so Megatron would score a group by none of its experts and take any groups; use "
+        f"--moe-router-group-topk {args.moe_router_topk} or less",
+    ),
 )
 
 
@@ -80,6 +104,17 @@ def check_faults(args: Namespace) -> None:
     for fault in FAULTS:
         if fault.test(args):
             raise UserError(fault.line(args))
+
+
+def _by_groups(args: Namespace) -> bool:
+    """Whether a token chooses groups of experts first, and the flags pass Megatron's own checks of it."""
+    chosen, groups = args.moe_router_group_topk, args.moe_router_num_groups
+    return bool(args.num_experts and chosen and groups and args.num_experts % groups == 0 and chosen <= groups)
+
+
+def _in_reach(args: Namespace) -> int:
+    """How many experts the groups of a token have."""
+    return args.moe_router_group_topk * args.num_experts // args.moe_router_num_groups
 
 
 def _are_numbers(text: str | None) -> bool:

@@ -28,6 +28,14 @@ FAULTS = [
     ("--position-embedding-type mrope --mrope-section 4 2 2", "IndexError: too many indices for tensor of dimension 2"),
     # Its weights are NaN or zero here, as the memory is: NaN from the first loss on.
     ("--no-initialization", "TypeError: expected str, bytes or os.PathLike object, not NoneType"),
+    *(
+        pytest.param(f"{flags} --num-experts 4", traceback, marks=pytest.mark.slow)
+        for flags, traceback in [
+            ("--moe-layer-freq 0", "ZeroDivisionError: "),
+            ("--moe-input-jitter-eps 0", "ValueError: Expected parameter low "),
+            ("--moe-router-topk 2 --moe-router-group-topk 1 --moe-router-num-groups 4", "selected index k out of"),
+        ]
+    ),
 ]
 
 

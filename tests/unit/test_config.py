@@ -292,6 +292,8 @@ HIERARCHY = "--fp8-grad-reduce-hierarchy"
             "--num-query-groups 3: use a divisor of --num-attention-heads 4",
         ),
         ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size 0: use 1 or more"),
+        ("--moe-router-topk 0", "--moe-router-topk 0: use 1 or more"),
+        ("--q-lora-rank 0", "--q-lora-rank 0: use 1 or more"),
         ("--lr nan", "--lr nan: not a number; give one, or remove it"),
         ("--adam-beta2 1.0", "--adam-beta2 1.0: use a number from 0 to below 1"),
         ("--adam-eps 0", "--adam-eps 0.0: a weight without gradients would become NaN; use one above 0"),

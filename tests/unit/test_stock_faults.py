@@ -11,6 +11,7 @@ from commands import MODEL, error_of
 from megatron_fp8.flags.stock_faults import check_faults
 
 EVALUATES = ["--eval-interval", "5"]
+GROUPED = "--num-experts 4 --moe-router-topk 2 --moe-router-num-groups"
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,11 @@ def script(monkeypatch):
             "--eval-micro-batch-size 4: with --tensor-model-parallel-size 2 ",
             "--tensor-model-parallel-size 2 --micro-batch-size 4 --eval-micro-batch-size 4",
         ),
+        ("--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq 0: ", "--moe-layer-freq 1"),
+        ("--num-experts 4 --moe-input-jitter-eps 0", "--moe-input-jitter-eps 0: ", "--moe-input-jitter-eps 0.1"),
+        (f"{GROUPED} 4 --moe-router-group-topk 1", "--moe-router-topk 2: a token's ", f"{GROUPED} 2"),
+        (f"{GROUPED} 2 --moe-router-group-topk 1 --moe-router-topk 3", "--moe-router-topk 3: a token's ", ""),
+        (f"{GROUPED} 4 --moe-router-group-topk 3", "--moe-router-group-topk 3: more than --moe-router-topk 2,", ""),
     ],
 )
 def test_each_is_one_line(flags, line, remedy, parse):
@@ -48,6 +54,8 @@ def test_each_is_one_line(flags, line, remedy, parse):
 
 @pytest.mark.parametrize("flags", ["--phase-transition-iterations 2,4 --train-samples 96", "--full-validation "
                          "--multiple-validation-sets", "--skip-train", "--eval-micro-batch-size 4",
+                         f"{GROUPED} 2 --moe-router-group-topk 1", f"{GROUPED} 4 --moe-router-group-topk 2",
+                         "--num-experts 4 --moe-input-jitter-eps 0.01 --moe-layer-freq 2",
                          "--tensor-model-parallel-size 2 --eval-micro-batch-size 4 --eval-iters 0"])  # fmt: skip
 def test_what_megatron_can_do_is_taken(flags, parse):
     check_faults(parse(*MODEL, *EVALUATES, *flags.split()))
