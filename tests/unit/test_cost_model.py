@@ -423,6 +423,18 @@ def test_the_bubble_is_the_other_stages_passes(system, layout):
     assert e.parts["pipeline bubble"] == pytest.approx((3 * (a_pass - at_the_end) + table) / w.virtual)
 
 
+def test_the_host_has_the_bubble_too():
+    """One stage of a slow host does not launch before the stage before it has sent. A whole-step graph has no host."""
+    w, slow = laid_out(slice_7b(micro_batch=1, global_batch=16), pipeline=4), replace(H200, host_layer_ms=50.0)
+    e, alone = estimate(w, slow), estimate(laid_out(slice_7b(micro_batch=1, global_batch=16)), slow)
+    layers = 16 * 2 * 50.0  # of a stage, for 16 micro-batches
+    assert e.ms == e.host_ms == pytest.approx(slow.host_ms + layers * (16 + 3) / 16)
+    assert alone.ms == pytest.approx(slow.host_ms + 4 * layers)
+    ahead = estimate(replace(w, virtual=2), slow)  # its transfers do not stop the host
+    assert ahead.host_ms == pytest.approx(slow.host_ms + layers)
+    assert estimate(replace(w, graphed=True), slow).host_ms == 0
+
+
 def test_parts_add_up():
     for run in validation.runs():
         e = run.estimate

@@ -115,12 +115,23 @@ def estimate(w: Workload, hardware: Hardware) -> Estimate:
     for kind, of_kind in traffic.items():
         parts[f"bare: {kind.partition(':')[0]}"] = parts.get(f"bare: {kind.partition(':')[0]}", 0.0) + of_kind.bare
     parts["gaps"] = hardware.border_ms + m * gaps
-    calls = m * w.layers
     parts = {kind: ms for kind, ms in parts.items() if ms}
-    layer = hardware.host_layer_ms * (w.system.tensor_host if w.job.tensor_model_parallel_size > 1 else 1)
-    of_experts = m * with_experts * _host_of_experts(w) * hardware.host_layer_ms
-    host = 0 if w.graphed else hardware.host_ms + w.system.host + layer * calls + of_experts
+    host = 0 if w.graphed else hardware.host_ms + w.system.host + _host(w, hardware)
     return Estimate(w, hardware, held, peak, stage, memory, of_graph, parts, traffic, sum(parts.values()), host)
+
+
+def _host(w: Workload, hardware: Hardware) -> float:
+    """The host's milliseconds for the layers of a step.
+
+    Without virtual stages Megatron synchronizes the host with the GPU whenever a stage receives
+    (megatron.core.pipeline_parallel.p2p_communication: batch_p2p_sync). So the host has a bubble too. With virtual
+    stages it launches ahead of what has not come.
+    """
+    layer = hardware.host_layer_ms * (w.system.tensor_host if w.job.tensor_model_parallel_size > 1 else 1)
+    of_experts = _host_of_experts(w) * hardware.host_layer_ms
+    times = [w.layers * layer + sum(w.job.of_stage(stage)) * of_experts for stage in range(w.pipeline)]
+    bubble = sum(times) - max(times) if w.virtual == 1 else 0
+    return w.micro_batches * max(times) + bubble
 
 
 def _host_of_experts(w: Workload) -> float:
