@@ -50,12 +50,17 @@ def largest_batch(args: Namespace) -> int:
     """
     if args.step_batch_size_schedule is None:
         return args.global_batch_size or 0
+    return max(scheduled_batches(args), default=0)
+
+
+def scheduled_batches(args: Namespace) -> list[int]:
+    """The batches of --step-batch-size-schedule, in order, in samples."""
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator as Stock
 
     try:
-        return max((batch for _, batch in Stock._parse_schedule(args.step_batch_size_schedule, None)), default=0)
+        return [batch for _, batch in Stock._parse_schedule(args.step_batch_size_schedule, None)]
     except ValueError:
-        return 0  # Megatron reports the bad schedule itself, later
+        return []  # Megatron reports the bad schedule itself, later
 
 
 def check_optimizer(args: Namespace, cells: dict[str, str]) -> None:

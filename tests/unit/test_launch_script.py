@@ -277,6 +277,8 @@ def test_time_and_steps():
     assert {time: seconds(time) for time in times} == times
     assert steps_of({"--train-iters": ["7"]}) == steps_of({"--train-iters": ["7"]}, 7) == steps_of({}, 7) == 7
     assert steps_of({"--train-samples": ["100"], "--global-batch-size": ["32"]}) == 3
+    few = error_of(steps_of, {"--train-samples": ["31"], "--global-batch-size": ["32"]})
+    assert few == "--train-samples 31: fewer than --global-batch-size 32; use 32 or more"
     assert error_of(steps_of, {}).startswith("--train-iters: missing; give it, or --train-samples")
     assert error_of(steps_of, {"--train-iters": ["x"]}) == "--train-iters x: use a whole number of at most 18 digits"
     assert re.match(r"--time 0:30: use a minute", error_of(seconds, "0:30"))

@@ -189,7 +189,8 @@ JOBS = {  # name: (GPUs, flags)
         "--num-layers 48 --hidden-size 6144 --num-attention-heads 48 --group-query-attention --num-query-groups 8 "
         "--swiglu --ffn-hidden-size 16384 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 "
         "--num-layers-per-virtual-pipeline-stage 3 --micro-batch-size 2 --fp8-level O2 "
-        "--step-batch-size-schedule 0:32,200M:256 --lr-decay-style WSD --lr-wsd-decay-samples 10",
+        "--step-batch-size-schedule 0:32,200M:256 --lr-decay-style WSD --lr-wsd-decay-samples 10 "
+        "--eval-global-batch-size 32",
     ),
     "uneven": (
         16,
@@ -535,6 +536,56 @@ def test_errors_of_the_models_configuration_are_found(parser):
         command = f"{SCRIPT} {GPT} {model} --eval-interval 1000 --fp8-level O3 {flags}"
         error = examine(take_apart(command.split()), 8).error
         assert line in error and bool(error) == bool(line), error
+
+
+VIRTUAL = "--num-layers-per-virtual-pipeline-stage 3"
+SCHEDULE = "--step-batch-size-schedule"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        # A rehearsal has other numbers of layers, which divide.
+        ("--num-virtual-stages-per-pipeline-rank 5", "rank 6 should be divisible by vp_size 5"),
+        ("--num-virtual-stages-per-pipeline-rank 3", ""),
+        ("--global-batch-size 510 --eval-global-batch-size 512", "size 510: no multiple of 1 for each of 4"),
+        ("--global-batch-size 510 --eval-global-batch-size 512 --decrease-batch-size-if-needed", ""),
+        (f"{SCHEDULE} 0:8,500:18", f"{SCHEDULE} '0:8,500:18': a batch of 18: no multiple of 1 for each of 4 data-"),
+        # Nine micro-batches: a rehearsal has eight.
+        (f"{VIRTUAL} --global-batch-size 36", "size 36: 9 micro-batches, and virtual stages take them"),
+        (f"{VIRTUAL} --global-batch-size 4", "--global-batch-size 4: 1 micro-batch, and virtual stages take them in"),
+        (f"{VIRTUAL} --global-batch-size 32", ""),
+        (f"{VIRTUAL} {SCHEDULE} 0:16,500:20", "a batch of 20: 5 micro-batches, and virtual stages take them in groups"),
+        (f"{VIRTUAL} {SCHEDULE} 0:16,500:32", "--eval-global-batch-size 4: 1 micro-batch, and virtual stages take"),
+        (f"{VIRTUAL} {SCHEDULE} 0:16,500:32 --eval-iters 0", ""),
+        (f"{VIRTUAL} --global-batch-size 40 --microbatch-group-size-per-virtual-pipeline-stage 8",
+         "10 micro-batches, and virtual stages take them in groups of 8, the last of 4 or more; change it"),
+        (f"{VIRTUAL} --global-batch-size 52 --microbatch-group-size-per-virtual-pipeline-stage 8", ""),
+        # A rehearsal has two replicas at most.
+        ("--use-distributed-optimizer --fp8-grad-reduce-hierarchy 3", "hierarchy 3: does not divide the data-"),
+        ("--use-distributed-optimizer --fp8-grad-reduce-hierarchy 2", ""),
+    ],
+)  # fmt: skip
+def test_what_would_end_the_job_later_is_found(parser, flags, line):
+    model = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --eval-interval 1000"
+    batch = "" if "batch-size" in flags else "--global-batch-size 64"
+    command = f"{SCRIPT} {GPT} {model} {batch} --pipeline-model-parallel-size 4 --fp8-level O3 {flags}"
+    error = examine(take_apart(command.split()), 16).error
+    assert line in error and bool(error) == bool(line), error
+
+
+def test_two_levels_of_nodes_are_no_mistake_of_two_replicas(parser):
+    """The reduction over two replicas would refuse four ranks in a node."""
+    model = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 64"
+    flags = "--eval-interval 1000 --use-distributed-optimizer --fp8-grad-reduce-hierarchy 4 --fp8-level O3"
+    found = examine(take_apart(f"{SCRIPT} {GPT} {model} {flags}".split()), 16)
+    assert found.error == "" and found.args.data_parallel_size == 16
+    small = shrink.shrink(
+        found.flags, found.args, most_ranks=None, free=room.Room(1e12), quick_ranks=64, mock_data=True,
+        all_layers=False, storage="bf16",
+    )  # fmt: skip
+    assert small.left_out == ["--fp8-grad-reduce-hierarchy"] and small.data_parallel == 2
+    assert "--fp8-grad-reduce-hierarchy" not in dict(small.flags)
 
 
 TE = "--fp8-attention te"

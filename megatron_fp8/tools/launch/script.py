@@ -180,7 +180,10 @@ def steps_of(given: Mapping[str, list[str]], asked: int | None = None) -> int:
     if "--train-iters" in given:
         said = _number(given, "--train-iters")
     elif "--train-samples" in given and "--global-batch-size" in given:  # a batch ramp-up does not change it
-        said = _number(given, "--train-samples") // _number(given, "--global-batch-size")
+        samples, batch = _number(given, "--train-samples"), _number(given, "--global-batch-size")
+        if samples < batch:  # Megatron would train no step, and end with exit code 0
+            raise UserError(f"--train-samples {samples}: fewer than --global-batch-size {batch}; use {batch} or more")
+        said = samples // batch
     if said is None:
         raise UserError(
             "--train-iters: missing; give it, or --train-samples and --global-batch-size, or launch --steps N"

@@ -172,6 +172,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     from ...flags.level import CELLS
     from ...flags.stock_errors import stock_mistake
     from ...plugin import install
+    from .late_checks import check_layers, check_ranks
 
     install()
     os.environ.pop(METRICS, None)
@@ -191,7 +192,8 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
             if fp8 is None or fp8.attention == "te":
                 args.context_parallel_size = 1
             if fp8 is not None and not unknown and args.yaml_cfg is None:  # which may refuse a flag too
-                arguments.core_transformer_config_from_args(args)
+                check_layers(arguments.core_transformer_config_from_args(args))
+            check_ranks(args)
     except SystemExit as end:
         said = complaints.getvalue().strip().splitlines()
         job.error = said[-1] if said else f"exits while it reads its flags, with exit code {end.code}"
