@@ -32,6 +32,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import socket
 import types
 import warnings
 from collections.abc import Callable
@@ -42,6 +43,7 @@ import torch._dynamo  # it inspects torch.cuda at its first import, which must s
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from .errors import PassingError
 from .rebind import Hook, Rebound, When
 
 _GPU_PRESENT = torch.cuda.is_available()  # asked before anything is replaced
@@ -124,6 +126,22 @@ def skip_dataset_compile() -> None:
     makefile = os.path.join(os.path.dirname(utils.__file__), "Makefile")
     if built and not os.path.exists(makefile) and utils.compile_helpers is not _nothing:
         COMPILE_HELPERS.put(_rebound)
+
+
+def check_node(args) -> None:
+    """Raise PassingError if Slurm has given this task GPUs and torch finds none, as on a node with a broken driver.
+
+    The task would go to gloo on the CPU. Tasks of other nodes would wait for it in NCCL, and if no node has a GPU a
+    large model would train on CPUs for the whole time of the job.
+    """
+    given = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # on purpose
+    if needed() and args.distributed_backend != "gloo" and given not in ("", "0") and not hidden:
+        raise PassingError(
+            f"node {socket.gethostname()}: torch finds no GPU, and Slurm has given the job {given} there; run "
+            "megatron-fp8 doctor on the node, and exclude it (sbatch --exclude); to train on CPUs add "
+            "--distributed-backend gloo"
+        )
 
 
 def adapt_args(args) -> list[str]:

@@ -83,6 +83,7 @@ class ParsedRuns:
         if self.begins:
             check_packages(args)
             check_data_files(args)
+            cpu.check_node(args)
         say(cpu.adapt_args(args))
         if config is not None:
             check_script(config.level)

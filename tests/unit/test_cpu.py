@@ -1,10 +1,12 @@
 """cpu.py: "cuda" means the CPU while it is installed, and everything is restored afterwards."""
 
 import re
+import socket
 from argparse import Namespace
 
 import pytest
 import torch
+from commands import error_of
 from gloo_ranks import run_ranks
 
 from megatron_fp8 import cpu
@@ -287,6 +289,29 @@ def test_communication_goes_through_gloo():
     assert args.distributed_backend == "gloo"
     assert "nccl -> gloo" in line
     assert cpu.adapt_args(args) == []
+
+
+@pytest.mark.skipif(not cpu.needed(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("given", "visible", "backend", "ends"),
+    [
+        ("8", None, "nccl", True),
+        ("8", "0,1", "nccl", True),
+        ("8", "", "nccl", False),  # hidden on purpose
+        ("8", None, "gloo", False),
+        ("0", None, "nccl", False),
+        (None, None, "nccl", False),
+    ],
+)
+def test_a_node_whose_gpus_torch_does_not_find_ends_the_job(monkeypatch, given, visible, backend, ends):
+    for name, value in (("SLURM_GPUS_ON_NODE", given), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    line = error_of(cpu.check_node, Namespace(distributed_backend=backend)) if ends else ""
+    assert line.startswith(f"node {socket.gethostname()}: torch finds no GPU, and Slurm has given the job 8") == ends
+    if not ends:
+        cpu.check_node(Namespace(distributed_backend=backend))
 
 
 SIZES = [3, 0, 5, 2]
