@@ -44,6 +44,7 @@ from torch.utils.data import default_collate
 from megatron_fp8 import hooks, plugin
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags.dpo import READ, SCORE, add_arguments
+from megatron_fp8.flags.own_script import ONLY_STOCKS
 from megatron_fp8.flags.stock import plain
 from megatron_fp8.flags.usage import one_line_errors, refuse_flags
 from megatron_fp8.tuning.fingerprint import differs, fingerprint
@@ -358,7 +359,7 @@ def main() -> None:
     """Parse the command line, build policy and data, and train."""
     set_startup_timestamps(program_start=gpt.STARTED, main_entry=gpt.STARTED)
     args = parse_and_validate_args(add_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    refuse_flags(args, gpt.OTHER_SCRIPT, "remove it: DPO has its own loss")
+    refuse_flags(args, ONLY_STOCKS, "remove it: DPO has its own loss")
     check(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     provider = datasets_provider

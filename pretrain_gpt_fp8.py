@@ -14,7 +14,8 @@ STARTED = time.time()  # before the heavy imports: Megatron reports the start-up
 from megatron_fp8.errors import UserError
 from megatron_fp8.flags import args_file
 from megatron_fp8.flags.level import LEVEL, is_stock
-from megatron_fp8.flags.usage import hide_missing_package_warnings, one_line_errors, refuse_flags
+from megatron_fp8.flags.own_script import check_own_script
+from megatron_fp8.flags.usage import hide_missing_package_warnings, one_line_errors
 
 with one_line_errors():
     args_file.apply()  # before torch is imported: it sets variables
@@ -54,13 +55,6 @@ from megatron_fp8.tuning.conversations import ConversationDataset
 BATCH_KEYS = ("attention_mask", "labels", "loss_mask", "position_ids", "tokens")
 PACK_KEYS = ("cu_seqlens", "max_seqlen")  # with --sft: the ends of a sample's documents, and the longest one's length
 SPIKE = 10  # --check-for-spiky-loss reports a loss this many times the largest one so far
-OTHER_SCRIPT = {  # {name in args: flag} of flags that only Megatron's own script supports
-    "fim_data": "--fim-data",
-    "logits_load_dir": "--logits-load-dir",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
-    "inprocess_restart": "--inprocess-restart",
-}
 PAD_IS_END = (
     "[fp8] --sft: the tokenizer pads with its end token ({}), and labels equal to the pad are masked: the end of a "
     "turn is never learnt; give the tokenizer a pad token of its own"
@@ -272,7 +266,7 @@ def main() -> None:
     """Parse the command line, build the model and train."""
     set_startup_timestamps(program_start=STARTED, main_entry=time.time())
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    refuse_flags(args, OTHER_SCRIPT, "run Megatron's own script, `-m megatron_fp8 pretrain_gpt.py`")
+    check_own_script(args)
     if args.sft:
         check_packs(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

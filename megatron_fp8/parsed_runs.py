@@ -8,7 +8,7 @@ from typing import Any
 
 from . import cpu, hooks
 from .errors import UserError
-from .flags import args_file
+from .flags import args_file, checks
 from .flags.checkpoint_args import take_over
 from .flags.checks import check_data_files, check_script
 from .flags.config import add_fp8_arguments, asks_for_level, check_yaml, config_from_args
@@ -83,6 +83,7 @@ class ParsedRuns:
         if self.begins:
             check_packages(args)
             check_data_files(args)
+            checks.check_files(args)
             cpu.check_node(args)
         say(cpu.adapt_args(args))
         if config is not None:

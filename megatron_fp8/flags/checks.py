@@ -209,6 +209,13 @@ def check_data_files(args: Namespace) -> None:
                 )
 
 
+def check_files(args: Namespace) -> None:
+    """Raise NoSuchFile for another file of the command line that Megatron would open in a traceback."""
+    path = args.nccl_communicator_config_path
+    if path is not None and not _is_there(path):
+        raise NoSuchFile(f"--nccl-communicator-config-path {path}: no such file; give its path")
+
+
 def _named_files(args: Namespace) -> Iterator[tuple[str, str | None]]:
     """(flag, path or None) of each flag whose value is the path of one file."""
     yield "--vocab-file", args.vocab_file
@@ -220,6 +227,7 @@ def _named_files(args: Namespace) -> Iterator[tuple[str, str | None]]:
     if not args.mock_data:
         yield "--data-args-path", args.data_args_path
         yield "--per-split-data-args-path", args.per_split_data_args_path
+        yield "--per-dataset-sequences-path", args.per_dataset_sequences_path
 
 
 def _data_prefixes(args: Namespace) -> Iterator[tuple[str, str]]:

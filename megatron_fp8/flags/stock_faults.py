@@ -67,6 +67,11 @@ FAULTS = (
         f"{args.micro_batch_size} in an evaluation too; use {args.micro_batch_size}, or pretrain_gpt_fp8.py",
     ),
     Fault(
+        lambda args: args.use_sharp,
+        lambda args: "--use-sharp: megatron-core 0.19 cannot start with it: it asks for a group that it has not made; "
+        "remove it",
+    ),
+    Fault(
         # The first loss is NaN then, if it is anything; and Megatron saves, without --save.
         lambda args: not args.perform_initialization and not (args.load or args.pretrained_checkpoint),
         lambda args: "--no-initialization: the weights would be what the memory held before; add --load or "

@@ -12,7 +12,7 @@ from commands import MODEL, O1, error_of
 
 from megatron_fp8.flags import config as config_module
 from megatron_fp8.flags import graphs
-from megatron_fp8.flags.checks import check_data_files, check_device, check_megatron_version
+from megatron_fp8.flags.checks import check_data_files, check_device, check_files, check_megatron_version
 from megatron_fp8.flags.config import ALL, Fp8Config, adapt_stock_args, check_yaml, config_from_args
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.auto_scaling import ScalingRule
@@ -594,6 +594,7 @@ def test_data_that_is_there(flags, data):
         ("--data-args-path @/gone", "--data-args-path", "gone"),
         ("--data-args-path @/blend", "--data-args-path", "gone"),
         ("--per-split-data-args-path @/splits.json", "--per-split-data-args-path", "gone"),
+        ("--data-path @/there --per-dataset-sequences-path @/gone", "--per-dataset-sequences-path", "gone"),
         ("--sft --data-path @/gone.jsonl", "--data-path", "gone.jsonl"),
         ("--mock-data --vocab-file @/vocab.json", "--vocab-file", "vocab.json"),
         ("--mock-data --tokenizer-type TikTokenizer --tokenizer-model gone", "--tokenizer-model", "gone"),
@@ -611,6 +612,14 @@ def test_data_that_is_missing(flags, flag, value, data):
     assert ("tools/prepare_data.py" in message) == ("such file" not in message)
     args.rank = 1
     check_data_files(args)
+
+
+def test_other_files_that_are_missing(data, tmp_path):
+    line = error_of(check_files, data("--mock-data --nccl-communicator-config-path @/gone"))
+    assert re.fullmatch(r"--nccl-communicator-config-path \S*/gone: no such file; give its path", line)
+    (tmp_path / "nccl.yaml").touch()
+    for flags in ("--mock-data", f"--mock-data --nccl-communicator-config-path {tmp_path}/nccl.yaml"):
+        check_files(data(flags))
 
 
 def test_a_blend_in_one_word_is_told_from_a_file_that_is_missing(data):

@@ -561,6 +561,8 @@ SCHEDULE = "--step-batch-size-schedule"
         (f"{VIRTUAL} --global-batch-size 40 --microbatch-group-size-per-virtual-pipeline-stage 8",
          "10 micro-batches, and virtual stages take them in groups of 8, the last of 4 or more; change it"),
         (f"{VIRTUAL} --global-batch-size 52 --microbatch-group-size-per-virtual-pipeline-stage 8", ""),
+        ("--inprocess-restart", "--inprocess-restart is not supported here: run Megatron's own script"),
+        ("--nccl-communicator-config-path /nowhere", ""),  # on the job's machines
         # A rehearsal has two replicas at most.
         ("--use-distributed-optimizer --fp8-grad-reduce-hierarchy 3", "hierarchy 3: does not divide the data-"),
         ("--use-distributed-optimizer --fp8-grad-reduce-hierarchy 2", ""),
@@ -603,7 +605,8 @@ TE = "--fp8-attention te"
         (f"--context-parallel-size 2 {TE}", 8, ""),
         ("--context-parallel-size 2 --fp8-level O0", 8, ""),
         ("--log-max-attention-logit", 8, "--log-max-attention-logit: add --fp8-attention te"),
-        (f"--log-max-attention-logit --dataloader-inter-document-masking --reset-attention-mask {TE}", 8, ""),
+        (f"--log-max-attention-logit --reset-attention-mask {TE}", 8, ""),
+        (f"--dataloader-inter-document-masking {TE}", 8, "--dataloader-inter-document-masking is not supported here"),
     ],
 )
 def test_attention_that_is_not_here_is_checked_as_the_job_would(parser, flags, gpus, line):

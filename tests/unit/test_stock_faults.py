@@ -30,6 +30,7 @@ def script(monkeypatch):
         ("--phase-transition-iterations 2,x", "--phase-transition-iterations 2,x: use whole numbers ", ""),
         ("--phase-transition-iterations=-2 --train-samples 9", "--phase-transition-iterations -2: use whole ", ""),
         ("--position-embedding-type mrope", "--position-embedding-type mrope: ", "--position-embedding-type rope"),
+        ("--use-sharp", "--use-sharp: megatron-core 0.19 cannot start with it: ", ""),
         ("--no-initialization", "--no-initialization: ", "--no-initialization --load there"),
         ("--no-initialization", "--no-initialization: ", "--no-initialization --pretrained-checkpoint there"),
         (

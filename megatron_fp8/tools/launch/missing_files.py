@@ -14,8 +14,8 @@ from .script import Settings
 _CACHE = "--data-cache-path"  # rank 0 writes the samples' index there, and all ranks read it
 _FILES = (
     _CACHE, "--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
-    "--per-split-data-args-path", "--tokenizer-model", "--vocab-file", "--merge-file", "--load",
-    "--pretrained-checkpoint", "--tensorboard-dir",
+    "--per-split-data-args-path", "--per-dataset-sequences-path", "--tokenizer-model", "--vocab-file", "--merge-file",
+    "--load", "--pretrained-checkpoint", "--tensorboard-dir", "--nccl-communicator-config-path",
 )  # fmt: skip
 _OF_A_NODE = "/tmp", "/var/tmp", "/dev/shm", "/run"
 

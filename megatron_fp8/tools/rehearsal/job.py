@@ -22,7 +22,8 @@ from ...metrics import VARIABLE as METRICS
 from ...rebind import Rebound
 
 _OF_DATA = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-args-path",
-            "--per-split-data-args-path", "--vocab-file", "--merge-file", "--tokenizer-model")  # fmt: skip
+            "--per-split-data-args-path", "--per-dataset-sequences-path", "--vocab-file", "--merge-file",
+            "--tokenizer-model")  # fmt: skip
 _OUR_SCRIPT = "pretrain_gpt_fp8.py"  # it has no flags of its own
 _GPT2 = 50257  # tokens
 # Flags for Transformer Engine's attention, which needs a GPU. A level has context parallelism of its own too.
@@ -150,12 +151,13 @@ def only_looking() -> Iterator[None]:
     """
     from ... import packages
     from ...checkpoint import saves
-    from ...flags import config
+    from ...flags import checks, config
     from ...monitor import probe
 
     replaced = Rebound()
     replaced.replace(saves, "claim", lambda save, flag: None)
     replaced.replace(probe, "make", lambda folder: None)
+    replaced.replace(checks, "check_files", lambda args: None)
     for module in config, packages:
         replaced.replace(module, "installed", lambda module: True)
     try:
@@ -170,6 +172,7 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
     sys.argv = [launch.script[-1], *words_of(flags)]
     from ...flags import config
     from ...flags.level import CELLS
+    from ...flags.own_script import check_own_script
     from ...flags.stock_errors import stock_mistake
     from ...plugin import install
     from .late_checks import check_layers, check_ranks
@@ -189,6 +192,8 @@ def _examine(launch: Launch, flags: Flags, gpus: int, unknown: bool) -> Job:
             if fp8 is not None:
                 args.log_max_attention_logit = False  # the level has checked it; stock would demand Transformer Engine
             arguments.validate_args(args)
+            if not unknown:
+                check_own_script(args)
             if fp8 is None or fp8.attention == "te":
                 args.context_parallel_size = 1
             if fp8 is not None and not unknown and args.yaml_cfg is None:  # which may refuse a flag too

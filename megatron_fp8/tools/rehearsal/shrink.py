@@ -51,7 +51,8 @@ LEFT_OUT = """--load --ckpt-step --finetune --pretrained-checkpoint --no-load-op
 --save-activations-interval --save-dgrads-interval --save-wgrads-interval --save-tokens-per-expert-interval
 --dump-param-to-param-group-map --result-rejected-tracker-filename --ckpt-convert-save --ckpt-convert-format
 --flight-recorder-dump-path --object-storage-cache-path --fp8-probe-step --fp8-probe-dir --fp8-sharpness-eval
---fp8-sharpness-iterations --fp8-grad-reduce-hierarchy""".split()  # the last: two replicas are no two levels
+--fp8-sharpness-iterations --use-nccl-ub --use-sharp --sharp-enabled-group --enable-ft-package --calc-ft-timeouts
+--ft-num-warmup-iters --fp8-grad-reduce-hierarchy""".split()  # the last: two replicas are no two levels
 
 
 @dataclass(frozen=True)
