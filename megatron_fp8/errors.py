@@ -36,8 +36,9 @@ class NoSuchFile(UserError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """", did you mean ...?" if an unknown word is close to a known one; else ""."""
-    found = difflib.get_close_matches(word, list(known), 1)
-    return f", did you mean {found[0]}?" if found else ""
+    without_dashes = {name.lstrip("-"): name for name in known}  # the dashes would make any two short flags alike
+    found = difflib.get_close_matches(word.lstrip("-"), list(without_dashes), 1)
+    return f", did you mean {without_dashes[found[0]]}?" if found else ""
 
 
 def is_bug(error: BaseException, frames: traceback.StackSummary | None = None) -> bool:

@@ -146,6 +146,12 @@ def one_line_usage_errors(parser: argparse.ArgumentParser) -> None:
         hint = did_you_mean(unknown[1], parser._option_string_actions) if unknown else ""
         if unknown and not hint and any(action.nargs == argparse.REMAINDER for action in parser._actions):
             hint = "; put a training run's flags behind --"
+        elif unknown and not hint and "--flags" in parser._option_string_actions:
+            hint = '; put a training run\'s flags into --flags="..."'
+        elif re.match("unrecognized arguments: [^-]", message) and any(
+            action.nargs == argparse.ONE_OR_MORE and not action.option_strings for action in parser._actions
+        ):
+            hint = "; put it beside the others, before or behind all flags"
         if lacking := re.fullmatch(r"(\S+): expected one argument", message):
             hint = _with_equals_sign(parser, lacking[1].split("/"), given)
         if unknown and len(words := message.split()) > _SHOWN:

@@ -1,5 +1,6 @@
 """`megatron-fp8 launch`: the script that it writes, and its error lines."""
 
+import argparse
 import os
 import re
 import shlex
@@ -58,6 +59,8 @@ def test_launch_writes_a_script(launch, tmp_path):
     ("words", "line"),
     [
         ("--nodes 0", "--nodes 0: use 1 or more"),
+        ("--lr 1", "--lr 1; put a training run's flags into --flags=\"...\" (--help lists every flag)"),
+        ("two.yaml", "unrecognized arguments: two.yaml; put it beside the others, before or behind all flags"),
         ("--gpus-per-node 0", "--gpus-per-node 0: add --tasks-per-node N"),
         ("--gpus-per-node 0 --tasks-per-node 0", "--tasks-per-node 0: use 1 or more"),
         ("--time 1x", "--time 1x: use minutes, HH:MM:SS or D-HH:MM:SS"),
@@ -124,6 +127,25 @@ def test_a_mistake_is_one_line(launch, tmp_path, monkeypatch, words, line):
     monkeypatch.setenv("PATH", "/nowhere")
     code, said = launch(*words.split())
     assert code == 2 and line in said.splitlines()[-1] and said.splitlines()[-1].startswith("megatron_fp8: ")
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts/slurm").glob("*.sh")), ids=lambda path: path.stem)
+def test_files_and_flags_may_follow_a_shipped_script(script, tmp_path, monkeypatch):
+    """What it gives to `megatron-fp8 launch`, parsed as launch does."""
+    program = tmp_path / "megatron-fp8"
+    program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    more = ["recipe/step-graph", "--flags=--micro-batch-size 1", "--nodes", "2", "--level", "O2", "--submit"]
+    done = subprocess.run(["bash", str(script), *more], capture_output=True, text=True, check=True)
+    verb, *words = done.stdout.splitlines()
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    launch_main.add_arguments(parser)
+    args = parser.parse_args(words)
+    model, layout, *recipes = args.files
+    assert (verb, model, args.name) == ("launch", f"model/{script.stem}", script.stem)
+    assert layout.startswith(f"layout/{script.stem}-") and recipes[-2:] == ["recipe/data", "recipe/step-graph"]
+    assert (args.nodes, args.level, args.submit, args.flags) == (2, "O2", True, ["--micro-batch-size 1"])
 
 
 def test_a_folder_with_a_blank_and_a_percent_sign(launch, tmp_path, monkeypatch):
