@@ -172,6 +172,19 @@ def test_what_a_task_is_given(job, tmp_path):
     assert task(job)[0][-1] == "8"  # four fifths of ten minutes
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_task_is_bound_to_memory_only_if_it_may_be(job, allowed):
+    """numactl ends in an error in some containers, and outside of a job's own processors."""
+    (job.fake / "numa_node").write_text("0\n")
+    numactl = f'echo "${{@:1:2}}" >>"$FAKE/numactl.log"; {"" if allowed else "exit 1; "}exec "${{@:3}}"'
+    for name, text in {"nvidia-smi": 'echo "0000../../../..$FAKE"', "numactl": numactl}.items():
+        (job.fake / name).write_text(f"#!/bin/bash\n{text}\n")
+        (job.fake / name).chmod(0o755)
+    assert job()[1][1] == "ended with code 0; step 5 of 9 is saved"
+    bound = (job.fake / "numactl.log").read_text().splitlines()
+    assert bound == ["--cpunodebind=0 --membind=0"] * (2 if allowed else 1)
+
+
 HELD = "not started: job 6 ({}) holds {}/lock: scancel 6, or train into another folder"
 
 

@@ -20,8 +20,11 @@ _WARNING = 600  # seconds before the time limit: one step, one save
 _OURS = {  # {an option of sbatch that launch writes: launch's own flag for it}
     ("--time", "-t"): "--time", ("--nodes", "-N"): "--nodes", ("--job-name", "-J"): "--name",
     ("--ntasks", "-n"): "--gpus-per-node", ("--ntasks-per-node",): "--gpus-per-node",
+    ("--gpus-per-node",): "--gpus-per-node", ("--gpus", "-G"): "--gpus-per-node",
     ("--output", "-o"): "--folder", ("--chdir", "-D"): "", ("--signal",): "", ("--no-requeue",): "",
 }  # fmt: skip
+# A task takes the GPU of its number among all of its node, and tensor parallelism is between consecutive ranks.
+_PLACING = ("--gpus-per-task", "--ntasks-per-gpu", "--gpu-bind", "--distribution", "-m")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ def _warning(job: Settings) -> int:
 def check_sbatch(options: str) -> None:
     """Raise UserError for an option that overrides one that the script or its checks need."""
     for word in options.split():
+        if word.split("=")[0] in _PLACING:
+            why = "the job's tasks need all GPUs of a node, and its ranks in order"
+            raise UserError(f"--sbatch {word}: {why}; remove it")
         for names, ours in _OURS.items():
             if word.split("=")[0] in names or (word[:2] in names and word[1] != "-"):
                 remedy = f"use launch's own {ours}" if ours else "remove it"
