@@ -33,6 +33,7 @@ The ranks send a `PackedBlocks` of R shards of m elements: row j, payload and ex
 
 import itertools
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -176,12 +177,13 @@ def reduce_fp32(values: torch.Tensor, group, sharded: bool) -> wire.Stages:
     return DenseShard(values), [handle]
 
 
-def node_groups(group, ranks_per_node: int | None) -> Nodes | None:
+def node_groups(group, ranks_per_node: int | None, make: Callable = dist.new_group) -> Nodes | None:
     """Cut every data-parallel group of the run into nodes. Collective over the whole world.
 
     Args:
         group: this rank's data-parallel group, of R ranks, from Megatron's parallel state.
         ranks_per_node: L, the number of consecutive ranks of a group in a node; None: ranks with the same host name.
+        make: makes the process group of a list of ranks.
 
     Returns None if there would be one level: L = 1 or L = R. UserError, on all ranks, unless each node of each group
     has the same number of consecutive ranks.
@@ -205,12 +207,12 @@ def node_groups(group, ranks_per_node: int | None) -> Nodes | None:
     if ranks_per_node in (1, size):
         return None
     mine: dict[str, dist.ProcessGroup] = {}
-    for members in groups:  # new_group is collective: all ranks make all groups
+    for members in groups:  # it is collective: all ranks make all groups
         starts = range(0, len(members), ranks_per_node)
         cuts = [("inside", members[s : s + ranks_per_node]) for s in starts]
         cuts += [("across", members[i::ranks_per_node]) for i in range(ranks_per_node)]
         for level, cut in cuts:
-            made = dist.new_group(list(cut))
+            made = make(list(cut))
             if dist.get_rank() in cut:
                 mine[level] = made
     return Nodes(**mine)

@@ -9,9 +9,12 @@ A bucket calls `start` once a step, when its last gradient is there (reducer.py)
 reduction. Only `Shared` remembers something from step to step, mu; no other way pays for it.
 """
 
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.parallel_state import create_group
 
 from ..comm.reduce import Nodes, node_groups, reduce_blocks, reduce_fp32
 from ..comm.shared import SharedScale
@@ -122,14 +125,17 @@ def reduction(
         return Shared(SharedScale(fp8.grad_scaling, sizes, of.data, of.sharing, sharded, device), weights)
     if of.data.size() == 1:
         return Local()
-    return Fp32() if fp8.grad_reduce == "fp32" else Block(_nodes(fp8.grad_reduce_hierarchy, of))
+    return Fp32() if fp8.grad_reduce == "fp32" else Block(_nodes(fp8, of))
 
 
-def _nodes(hierarchy: str, of: WeightGroups) -> Nodes | None:
+def _nodes(fp8: Fp8Config, of: WeightGroups) -> Nodes | None:
     """The two levels that --fp8-grad-reduce-hierarchy asks for."""
+    hierarchy = fp8.grad_reduce_hierarchy
     if hierarchy == "off":
         return None
-    nodes = node_groups(of.data, None if hierarchy == "node" else int(hierarchy))
+    # Megatron's function also lists the groups for --distributed-timeout-seconds-after-init.
+    make = partial(create_group, timeout=timedelta(minutes=fp8.timeout_minutes), group_desc="FP8_GRAD_REDUCE")
+    nodes = node_groups(of.data, None if hierarchy == "node" else int(hierarchy), make)
     levels = f"in {nodes.across.size()} nodes of {nodes.inside.size()}" if nodes else "in one level"
     if torch.distributed.get_rank() == 0:
         print(f"[fp8] gradients are reduced over {of.data.size()} data-parallel ranks {levels}", flush=True)

@@ -94,6 +94,7 @@ class Fp8Config:
         activations: whether norms and activation functions keep their inputs for the backward pass in FP8.
         keep_transpose_cache: keep each weight's transposed FP8 copy from one micro-batch to the next.
         grad_reduce_hierarchy: "off", "node", or the number of data-parallel ranks in a node, as text.
+        timeout_minutes: of the process groups of these nodes, as of Megatron's own.
         grad_scaling: how the factor mu of grad_reduce "shared" moves.
         emulate: which GEMM operands are rounded to which formats, and when; None: no emulation.
         ckpt_compact: save optimizer state in its own formats, for this layout only.
@@ -144,6 +145,7 @@ class Fp8Config:
     activations: bool
     keep_transpose_cache: bool
     grad_reduce_hierarchy: str
+    timeout_minutes: int
     grad_scaling: ScalingRule
     emulate: EmulationPlan | None
     ckpt_compact: bool
@@ -242,6 +244,7 @@ def config_from_args(args: Namespace, of_model: bool = True) -> Fp8Config | None
         activations=activations(args, cells["gemm"]),
         keep_transpose_cache=args.keep_fp8_transpose_cache,
         grad_reduce_hierarchy=gradients.hierarchy(args, cells["grad_reduce"]),
+        timeout_minutes=args.distributed_timeout_minutes,
         grad_scaling=gradients.scaling_rule(args, cells["grad_reduce"]),
         emulate=emulated,
         ckpt_compact=bool(COMPACT.given(args)),

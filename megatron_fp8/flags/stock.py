@@ -545,6 +545,9 @@ TABLE: list[Row] = [
     *_honour("--ddp-average-in-collective", f"{STOCKS_OWN}; the linears take the mean after their FP32 sum"),
     *_honour("--ddp-num-buckets --ddp-bucket-size", "for the linears' buckets and for stock's own"),
     *_honour("--use-nccl-ub", STOCKS_OWN),
+    *_honour(
+        "--distributed-timeout-minutes", "for the groups of --fp8-grad-reduce-hierarchy too", field="timeout_minutes"
+    ),
     *_honour("--no-check-for-nan-in-loss-and-grad", SKIPPED),
     *_note("--check-for-large-grads", f"{STOCKS_OWN}; for the linears see --fp8-on-spike"),
     *_honour("--overlap-grad-reduce", "the linears' buckets and stock's own are reduced during the backward pass"),

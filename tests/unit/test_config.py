@@ -57,6 +57,7 @@ def test_o1(parse):
         "activations": False,
         "keep_transpose_cache": False,
         "grad_reduce_hierarchy": "off",
+        "timeout_minutes": 10,
         "grad_scaling": dataclasses.asdict(ScalingRule()),
         "emulate": None,
         "ckpt_compact": False,

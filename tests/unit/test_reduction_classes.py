@@ -1,14 +1,17 @@
 """Which class sums the gradients, by flag and group; what the paper's remembers, and the others do not."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_parts import Known, OneWeight, one_set
+from megatron.core.parallel_state import create_group
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from megatron_fp8.comm.shared import SharedScale
 from megatron_fp8.comm.wire import Flight
+from megatron_fp8.engine import reductions
 from megatron_fp8.engine.reductions import Block, Fp32, Local, Reduction, Shared, reduction
 from megatron_fp8.numerics.auto_scaling import ScalingRule
 
@@ -25,6 +28,17 @@ def test_the_flag_and_the_group_choose(flag, ranks, kind, group):
     found = reduction(fp8, weights, of, True, torch.device("cpu"))
     assert type(found) is kind and isinstance(found, Reduction)
     assert found.adapts is (found.shared is not None) is (flag == "shared")
+
+
+def test_groups_of_nodes_wait_as_long_as_megatrons(group, monkeypatch):
+    """And are made by Megatron's function, which lists them for --distributed-timeout-seconds-after-init."""
+    made = []
+    monkeypatch.setattr(reductions, "node_groups", lambda data, ranks, make: made.append((ranks, make)))
+    fp8 = SimpleNamespace(grad_reduce="block", grad_reduce_hierarchy="2", timeout_minutes=77)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    reduction(fp8, [], one_set(FakeProcessGroup._create_internal(0, 4)), True, torch.device("cpu"))
+    ((ranks, make),) = made
+    assert (ranks, make.func) == (2, create_group) and make.keywords["timeout"] == timedelta(minutes=77)
 
 
 def test_what_stays_from_step_to_step(group):
