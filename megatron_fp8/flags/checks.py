@@ -140,6 +140,8 @@ def check_own_config(args: Namespace, config) -> None:
             "leave it out, and give megatron_fp8.enable() format"
         )
     asked = Namespace(**{name: getattr(config, name, value) for name, value in vars(args).items()})
+    if isinstance(asked.cp_comm_type, str):  # one for all layers; the flag is a list
+        asked.cp_comm_type = [asked.cp_comm_type]
     for row in rows(asked, REFUSED):
         raise UserError(f"TransformerConfig.{row.dest}: as {row.shown(asked)}: {row.note}")
     if getattr(args, "fp8_experts", False):

@@ -33,6 +33,11 @@ def check_numbers(args: Namespace) -> None:
         raise UserError(f"{shown}': {len(layers)} entries for --num-layers {args.num_layers}; give one for each layer")
     if args.num_experts and args.moe_router_topk > args.num_experts:
         raise UserError(f"--moe-router-topk {args.moe_router_topk} with --num-experts {args.num_experts}: use fewer")
+    length, tensor, context = args.seq_length, args.tensor_model_parallel_size, args.context_parallel_size
+    if args.sequence_parallel and length and tensor > 1 and length % (tensor * context):
+        shared = f"--tensor-model-parallel-size {tensor}"
+        shared += f" times --context-parallel-size {context}" if context > 1 else ""
+        raise UserError(f"--seq-length {length} with --sequence-parallel: use a multiple of {shared}")
     if not 0 <= args.fp8_margin <= LARGEST_MARGIN:
         lost = "large values clip" if args.fp8_margin < 0 else "small values vanish"
         raise UserError(f"--fp8-margin {args.fp8_margin}: {lost}; use 0 to {LARGEST_MARGIN}")

@@ -268,6 +268,9 @@ NO_READER = When(
 SHARDED = When(
     "given, with --use-distributed-optimizer", lambda value, args: bool(value) and args.use_distributed_optimizer
 )
+MASKED_BY_RANK = When(
+    "given, without --calculate-per-token-loss", lambda value, args: bool(value) and not args.calculate_per_token_loss
+)
 GRAPHED_IN_PARTS = When(
     "local or transformer_engine, or --fp8-step-graph on or auto",
     lambda value, args: plain(value) != graphs.WHOLE and graphs.graphed(args),
@@ -378,6 +381,7 @@ UNFUSED_CONTEXT = "use auto: Megatron's unfused attention does not support --con
 BLOCKS_DRAW = "with --context-parallel-size every block of keys would drop the same elements (or --fp8-attention te)"
 UNREAD = "switched off: no attention reads the data loader's mask, a byte for each pair of tokens (same result)"
 KEYS_GATHERED = "all_gather instead: keys and values are gathered, beside a rank's own block (same result)"
+ONE_GROUP = "no effect: keys and values travel in one group of ranks (same result)"
 FETCHED_ABOVE = 1 << 29  # bytes
 KEYS_FETCHED = (
     "keys and values are fetched from rank after rank if those of a layer and a whole sequence take more than "
@@ -388,6 +392,10 @@ DOCUMENTS_CUT = "remove it, or --context-parallel-size: with --sft stock's code 
 ANSWERS_CUT = (
     "add it: with --sft and --context-parallel-size the mean is of each rank's mean, and a rank may have few answer "
     "tokens of a sequence, another many"
+)
+MEAN_OF_MEANS = (
+    "gradients are of the mean of context-parallel ranks' means, as in stock: a token counts more on a rank with more "
+    "masked ones; add --calculate-per-token-loss"
 )
 TE_ATTENTION = "add --fp8-attention te (Transformer Engine's), which supports it"
 TE = "transformer_engine.pytorch"
@@ -520,10 +528,11 @@ TABLE: list[Row] = [
     *_note("--cp-comm-type", KEYS_FETCHED, beside_documents(PEER_TO_PEER, packs=False)),
     *_adapt("--cp-comm-type", ["p2p"], PACKS_FETCHED, beside_documents(NOT_ONLY_PEERS)),
     *_refuse("--cp-comm-type", "use p2p or all_gather", beside_context(NO_WAY)),
-    *_adapt("--hierarchical-context-parallel-sizes", None, KEYS_GATHERED, beside_context(GIVEN)),
+    *_adapt("--hierarchical-context-parallel-sizes", None, ONE_GROUP, beside_context(GIVEN)),
     *_refuse("--dataloader-inter-document-masking", WITHOUT_CONTEXT, beside_context(GIVEN)),
     *_refuse("--multi-latent-attention --mtp-num-layers", DOCUMENTS_CUT, beside_documents(GIVEN)),
     *_refuse("--calculate-per-token-loss", ANSWERS_CUT, beside_documents(NOT_GIVEN)),
+    *_note("--eod-mask-loss", MEAN_OF_MEANS, beside_context(MASKED_BY_RANK)),
     *_note("--sft --dataloader-inter-document-masking", PACKED, in_torch(GIVEN)),
     *_note("--sft-tokenizer-prompt-format", UNMASKED, PROMPTS),
     *_refuse("--attention-dropout", "add --attention-dropout 0, or --fp8-attention te", packed(other_than("0.0"))),

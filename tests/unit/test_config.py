@@ -12,7 +12,13 @@ from commands import MODEL, O1, error_of
 
 from megatron_fp8.flags import config as config_module
 from megatron_fp8.flags import graphs
-from megatron_fp8.flags.checks import check_data_files, check_device, check_files, check_megatron_version
+from megatron_fp8.flags.checks import (
+    check_data_files,
+    check_device,
+    check_files,
+    check_megatron_version,
+    check_own_config,
+)
 from megatron_fp8.flags.config import ALL, Fp8Config, adapt_stock_args, check_yaml, config_from_args
 from megatron_fp8.flags.level import CELLS
 from megatron_fp8.numerics.auto_scaling import ScalingRule
@@ -465,6 +471,57 @@ def test_context_parallelism_divides_the_tokens(parse, everything_installed):
     flags = ["--fp8-attention", "te", "--context-parallel-size"]
     assert config_from_args(parse(*O1, *flags, "4"))
     assert "192 tokens in 8 part(s)" in error_of(config_from_args, parse(*O1, *flags, "8"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--tensor-model-parallel-size 4", "--tensor-model-parallel-size 4"),
+        ("--tensor-model-parallel-size 2 --context-parallel-size 2 --attention-dropout 0",
+         "--tensor-model-parallel-size 2 times --context-parallel-size 2"),
+        ("--tensor-model-parallel-size 1", ""),
+    ],
+)  # fmt: skip
+def test_sequence_parallelism_divides_a_ranks_tokens(flags, said, parse):
+    """Megatron's own check is in the first forward pass, in a traceback."""
+    args = parse(*O1, "--fp8-gemm", "bf16", "--seq-length", "90", "--sequence-parallel", *flags.split())
+    if not said:
+        assert config_from_args(args)
+        return
+    assert error_of(config_from_args, args) == f"--seq-length 90 with --sequence-parallel: use a multiple of {said}"
+    args.seq_length = 92
+    assert config_from_args(args)
+
+
+SHARED = "--context-parallel-size 2 --attention-dropout 0".split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "silent"),
+    [
+        ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 2", "--cp-comm-type a2a+p2p: all_gather", ""),
+        ("--hierarchical-context-parallel-sizes 1 2", "--hierarchical-context-parallel-sizes 1 2: no effect: keys and "
+         "values travel in one group", "all_gather instead"),
+        ("--eod-mask-loss", "--eod-mask-loss: gradients are of the mean of context-parallel ranks' means", ""),
+        ("--eod-mask-loss --calculate-per-token-loss", "", "--eod-mask-loss"),
+    ],
+)  # fmt: skip
+def test_what_context_parallelism_does_with_a_flag_is_said(flags, said, silent, parse):
+    args = parse(*O1, *SHARED, *flags.split())
+    lines = adapt_stock_args(args, config_from_args(args))
+    assert not said or any(line.startswith(said) for line in lines), lines
+    assert not silent or not any(silent in line for line in lines), lines
+
+
+@pytest.mark.parametrize("way", ["p2p", "all_gather", "a2a", ["p2p", "all_gather"], None])
+def test_a_trainers_configuration_names_one_way_for_all_layers(way, parse):
+    """It is a word; the flag is a list."""
+    config = argparse.Namespace(context_parallel_size=2, attention_dropout=0.0, cp_comm_type=way)
+    check_own_config(parse(*O1), config)
+    config.cp_comm_type = "ring"
+    assert error_of(check_own_config, parse(*O1), config) == (
+        "TransformerConfig.cp_comm_type: as --cp-comm-type ring: use p2p or all_gather"
+    )
 
 
 def test_linears_that_stay_in_bf16_may_have_any_shape(parse):

@@ -330,6 +330,9 @@ def test_a_plan_ranks_layouts_and_says_why(capsys):
     of_all = call(plan, capsys, f"{asked} --all", flags)[1]
     fit = int(re.search(r"16 GPUs: (\d+) layouts fit", of_all)[1])
     assert len(rows) + int(left_out[1]) == fit == len(re.findall(r"^TP ", of_all, re.M)) and "not shown" not in of_all
+    assert "CP" not in of_all
+    shared = call(plan, capsys, f"{asked} --top 1", flags + " --context-parallel-size 8 --attention-dropout 0")[1]
+    assert re.search(r"do not, all with CP 8, as given$", shared, re.M)
     _, in_json = call(plan, capsys, f"{asked} --top 4 --format json", flags)
     assert json.loads(in_json)["left_out"] == fit - 4
 

@@ -454,6 +454,15 @@ def test_a_job_is_given_by_its_flags_or_its_whole_command(capsys):
     )
 
 
+def test_context_parallel_ranks_share_states_as_data_parallel_ones_do(capsys):
+    shared = "--context-parallel-size 4 --attention-dropout 0".split()
+    table, alone = (printed(capsys, "--gpus", "32", "--", *JOB.split(), *more) for more in (shared, []))
+    assert table.pop("GB on a rank; TP 1, PP 1, CP 4, DP 8") == alone.pop("GB on a rank; TP 1, PP 1, DP 32")
+    assert table == alone
+    in_front = printed(capsys, "--data-parallel-size", "8", "--", *JOB.split(), *shared)
+    assert in_front.pop("GB on a rank; TP 1, PP 1, CP 4, DP 8") and in_front == table
+
+
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 4"])
 @pytest.mark.parametrize("gpus", ["--gpus 16", ""])
 def test_a_layout_before_the_dashes_equals_one_in_the_job(capsys, layout, gpus):

@@ -263,9 +263,9 @@ def run(args: Namespace) -> int:
     given = {field.name: value for field in fields(Job) if (value := getattr(args, field.name)) is not None}
     overrides = {c.name: value for c in _CELLS if (value := getattr(args, c.dest)) is not None}
     asked: Sequence[str] = args.fp8_level or LEVELS
-    auto, of_stock = _UNKNOWN, ""
+    auto, of_stock, context = _UNKNOWN, "", 1
     if args.flags:
-        job, of_job, level, auto, of_stock = _behind_dashes(args, given)
+        job, of_job, level, auto, of_stock, context = _behind_dashes(args, given)
         overrides = of_job | overrides
         asked = args.fp8_level or ([level] if level else LEVELS)
     else:
@@ -281,7 +281,7 @@ def run(args: Namespace) -> int:
         level: None if is_stock(level) else {c.name: c.at(level) for c in _CELLS} | overrides
         for level in asked
     }
-    show("\n".join(table(job, levels)), args.format)
+    show("\n".join(table(job, levels, context)), args.format)
     if not decided and not all_stock and not job.frozen_base:
         print(f"\n{said}")
     if job.keep_fp8_transpose_cache and (kept := kept_transposes(job, list(levels.values()))):
@@ -293,12 +293,16 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def table(job: Job, levels: Mapping[str, Mapping[str, str] | None]) -> list[str]:
-    """Lines of a Markdown table of what a rank holds, a column a level. levels: {name: cells, or None for stock}."""
+def table(job: Job, levels: Mapping[str, Mapping[str, str] | None], context: int = 1) -> list[str]:
+    """Lines of a Markdown table of what a rank holds, a column a level.
+
+    levels: {name: cells, or None for stock}.  context: context-parallel ranks, of the job's data-parallel ones.
+    """
     columns = [_column(job, cells) for cells in levels.values()]
     tensor, pipeline, data = job.tensor_model_parallel_size, job.pipeline_model_parallel_size, job.data_parallel_size
     whole = "" if job.use_distributed_optimizer or data == 1 else ", with whole states"
-    lines = [f"| GB on a rank; TP {tensor}, PP {pipeline}, DP {data}{whole} | " + " | ".join(levels) + " |"]
+    shards = f"CP {context}, DP {data // context}" if context > 1 else f"DP {data}"
+    lines = [f"| GB on a rank; TP {tensor}, PP {pipeline}, {shards}{whole} | " + " | ".join(levels) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
     for row in columns[0]:
         if any(column[row] for column in columns):
@@ -342,9 +346,9 @@ def _job(args: Namespace, given: dict[str, Any]) -> Job:
 
 def _behind_dashes(
     args: Namespace, given: dict[str, Any]
-) -> tuple[Job, dict[str, str], str | None, tuple[str, str], str]:
-    """(Job, {cell: value}, level or None, `_auto`, a line about O0 or "") from the flags behind --; the flags `given`
-    before -- override."""
+) -> tuple[Job, dict[str, str], str | None, tuple[str, str], str, int]:
+    """(Job, {cell: value}, level or None, `_auto`, a line about O0 or "", context-parallel ranks) from the flags behind
+    --; the flags `given` before -- override."""
     if args.model is not None:
         raise UserError(f"--model {args.model}: the flags behind -- give a model too; remove one of the two")
     flags = job_flags.parse(args.flags)
@@ -352,6 +356,9 @@ def _behind_dashes(
     job_flags.check_given(flags.args)
     job_flags.check_counted(flags.args)
     gpus = args.gpus or flags.gpus or flags.replica
+    context = flags.args.context_parallel_size
+    if "data_parallel_size" in given:
+        given = given | {"data_parallel_size": given["data_parallel_size"] * context}  # a Job's has the context's too
     data = given.get("data_parallel_size") or job_flags.data_parallel(flags.args, gpus)
     known = {cell.name for cell in _CELLS}
     of_job = {name: value for name, value in job_flags.cells_given(flags.args).items() if name in known}
@@ -361,7 +368,7 @@ def _behind_dashes(
         of_stock = "O0: with --fp8-param-gather E4M3 weights and their transposes take BF16's 2 bytes"
     elif flags.level is None and flags.args.fp8:
         of_stock = "O0 is stock BF16: Transformer Engine's FP8 holds 2 bytes more for each weight of the linears"
-    return job, of_job, flags.level, _auto(flags.args, job), of_stock
+    return job, of_job, flags.level, _auto(flags.args, job), of_stock, context
 
 
 def _auto(args: Namespace, job: Job) -> tuple[str, str]:

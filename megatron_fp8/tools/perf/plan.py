@@ -100,7 +100,7 @@ def run(args: Namespace) -> int:
         own = flags.args
         mine = Layout(own.tensor_model_parallel_size, own.pipeline_model_parallel_size, job_flags.virtual(own),
                       own.expert_model_parallel_size if own.num_experts else None)  # fmt: skip
-        show("\n".join(_table(ranked, lost, args, on, mine, top)), args.format)
+        show("\n".join(_table(ranked, lost, args, on, mine, top, own.context_parallel_size)), args.format)
         for note in notes([c.best for c in ranked[:1] if c.best]):
             print(note)
         if lacks:
@@ -220,10 +220,11 @@ def why(e: Estimate, winner: Estimate) -> str:
 
 
 def _table(
-    ranked: list[Candidate], lost: list[Candidate], args: Namespace, on: Hardware, mine: Layout, top: int
+    ranked: list[Candidate], lost: list[Candidate], args: Namespace, on: Hardware, mine: Layout, top: int, context: int
 ) -> Iterator[str]:
     allowed = f"{on.room(args.cap_gb):.1f} GB (10^9 bytes)"
-    yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit in {allowed}, {len(lost)} do not"
+    given = f", all with CP {context}, as given" if context > 1 else ""
+    yield f"{on.name}, {args.gpus} GPUs: {len(ranked)} layouts fit in {allowed}, {len(lost)} do not{given}"
     yield ""
     if ranked:
         days = f" days for {args.tokens:.3g} tokens |" if args.tokens else ""

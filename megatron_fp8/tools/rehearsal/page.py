@@ -157,7 +157,9 @@ def _full_size(job: Job) -> Iterator[str]:
     if isinstance(counted, str):
         yield f"Not computed: `megatron-fp8 memory` does not count {counted}."
     else:
-        yield from memory.table(counted, {"stock BF16": None, job.level: job.cells})
+        assert job.args is not None
+        context = job.context * job.args.context_parallel_size
+        yield from memory.table(counted, {"stock BF16": None, job.level: job.cells}, context)
         yield ""
         yield "Weights, gradients and optimizer states between two steps, without activations and buffers."
         yield from [f"Counted with {job.guessed}."] if job.guessed else []
