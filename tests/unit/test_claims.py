@@ -229,10 +229,11 @@ def test_whole_models_with_experts_are_the_rows():
     assert "| ".join([f"{took:,.0f} ({low:,.0f} to {high:,.0f}) " for took, low, high in ms]) in text
     assert f"| tokens a second and GPU | {' | '.join(tokens)} |" in text
     assert f"| GB after a step / peak | {' | '.join(map(' / '.join, gb))} |" in text
+    assert f"makes Qwen3 {ms[0][0] / ms[3][0]:.2f} times as fast" in text
     assert f"makes DeepSeek {ms[1][0] / ms[2][0]:.2f} times as fast" in text
     text = page("docs/results.md")
-    assert f"{tokens[2]} tokens a second for DeepSeek-V2-Lite" in text and f"(peak {gb[2][1]} GB)" in text
-    assert f"{tokens[0]} on each of two for Qwen3-30B-A3B" in text and f"({gb[0][1]} GB;" in text
+    assert f"{tokens[2]} tokens a second for DeepSeek-V2-Lite" in text and f"(peak {gb[2][1]} GB; 95e7bb9)" in text
+    assert f"{tokens[3]} on each of two for Qwen3-30B-A3B ({gb[3][1]} GB; 08764dd4), {tokens[0]} without one" in text
 
 
 def test_readmes_layers_with_experts_are_the_rows():
@@ -270,3 +271,21 @@ def test_the_routed_layer_is_the_rows():
     models = dict.fromkeys(model for model, *_ in ms)
     gain = [ms[model, "equal", "grouped BF16"][0] / ms[model, "equal", "fused"][0] for model in models]
     assert f"{gain[0]:.2f} and {gain[1]:.2f} times as fast as torch's grouped BF16" in text
+
+
+def test_tensor_parallelism_over_four_is_the_rows():
+    """Steps, memory and factors of README.md, docs/results.md and docs/performance.md, of arms of one call each."""
+    with (ROOT / "benchmarks/results/eight.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["shape"].startswith("175b") and row["nproc"] == "4"]
+    of = {(row["commit"], row["system"], row["mbs"]): row for row in rows}
+    for commit, size in (("08764dd4", "1"), ("08764dd4", "2"), ("679d2ac", "4")):
+        te, stock, ours = (of[commit, system, size] for system in ("te-delayed-graph", "bf16", "O3-graph"))
+        cells = [
+            f"{float(row['ms']):.1f} ({1.048576 * float(row['gb']):.1f} / {1.048576 * float(row['gb_peak']):.1f})"
+            for row in (stock, te, ours)
+        ]
+        factors = [float(row["ms"]) / float(ours["ms"]) for row in (te, stock)]
+        cell = f"{cells[0]} | {cells[1]} | **{cells[2]}** | **{factors[0]:.2f}** |"
+        assert cell in page("docs/results.md") and (size != "1" or cell in page("README.md"))
+        peak = float(ours["gb_peak"]) / float(stock["gb_peak"])
+        assert f"| {size} | {factors[0]:.2f} | {factors[1]:.2f} | {peak:.2f} |" in page("docs/performance.md")

@@ -493,7 +493,7 @@ def test_sequence_parallelism_divides_a_ranks_tokens(flags, said, parse):
     assert config_from_args(args)
 
 
-SHARED = "--context-parallel-size 2 --attention-dropout 0".split()
+CONTEXT = "--context-parallel-size 2 --attention-dropout 0".split()
 
 
 @pytest.mark.parametrize(
@@ -507,7 +507,7 @@ SHARED = "--context-parallel-size 2 --attention-dropout 0".split()
     ],
 )  # fmt: skip
 def test_what_context_parallelism_does_with_a_flag_is_said(flags, said, silent, parse):
-    args = parse(*O1, *SHARED, *flags.split())
+    args = parse(*O1, *CONTEXT, *flags.split())
     lines = adapt_stock_args(args, config_from_args(args))
     assert not said or any(line.startswith(said) for line in lines), lines
     assert not silent or not any(silent in line for line in lines), lines
