@@ -285,7 +285,7 @@ def test_tensor_parallelism_over_four_is_the_rows():
             for row in (stock, te, ours)
         ]
         factors = [float(row["ms"]) / float(ours["ms"]) for row in (te, stock)]
-        cell = f"{cells[0]} | {cells[1]} | **{cells[2]}** | **{factors[0]:.2f}** |"
+        cell = f"{' | '.join(cells)} | {factors[0]:.2f} |"
         assert cell in page("docs/results.md") and (size != "1" or cell in page("README.md"))
         peak = float(ours["gb_peak"]) / float(stock["gb_peak"])
         assert f"| {size} | {factors[0]:.2f} | {factors[1]:.2f} | {peak:.2f} |" in page("docs/performance.md")
