@@ -246,7 +246,8 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 --moe-router-load-balancing-
     ("base", "level", "nproc", "layout"),
     [
         ("expert", "O3 --moe-grouped-gemm", 2, "--expert-model-parallel-size 2"),
-        ("all", "O3 --moe-grouped-gemm", 2, "--expert-model-parallel-size 2"),  # each linear has an adapter
+        # Each linear has an adapter.
+        pytest.param("all", "O3 --moe-grouped-gemm", 2, "--expert-model-parallel-size 2", marks=slow),
         pytest.param("expert", "O2", 1, "", marks=slow),
         # A rank with one expert, and that is frozen.
         pytest.param("first-rank", "O3", 4, "--expert-model-parallel-size 4", marks=slow),
