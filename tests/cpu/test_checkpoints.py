@@ -84,6 +84,7 @@ def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path, tied: 
         (2, f"--fp8-level O3 --adam-beta2 0.999 {DISTRIBUTED}", 20),
         (2, f"--fp8-level O3 --async-save {OVERLAP}", 20),
         (2, "--fp8-level O3", 20),
+        (2, f"--fp8-level O3 --context-parallel-size 2 --attention-backend auto {OVERLAP}", 20),
         (1, "--fp8-level O3 --fp8-ckpt-compact", 20),
         (1, "--fp8-level O3 --fp8-master fp16", 20),
         (2, f"--fp8-level O3 --num-layers 4 --first-last-layers-bf16 {OVERLAP}", 20),
@@ -175,6 +176,7 @@ LAYOUTS = {
     "tp2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "vp2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "cp2": (2, "--context-parallel-size 2 --attention-backend auto"),
     "tp2 pp2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
 }
 
@@ -202,6 +204,9 @@ MOVES = [  # level, the layout that saves, the layout that resumes; the embeddin
     ("O3", "dp2 zero", "tp2 pp2 zero", True),
     ("O3", "dp2 zero", "dp1 zero", False),
     ("O3", "tp2 zero", "dp1 zero", False),
+    ("O3", "cp2 zero", "dp1 zero", False),
+    ("O3", "dp1 zero", "cp2 zero", True),
+    ("O3", "tp2 zero", "cp2", False),
     ("O2", "dp1", "tp2 zero", False),
     ("O2", "tp2 zero", "pp2 zero", False),
     ("O2", "pp2", "dp2 zero", True),
