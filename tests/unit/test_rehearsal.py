@@ -451,10 +451,10 @@ def test_what_cannot_be_known_here_is_said(shrunk):
     context = shrunk["context"]
     assert [line.partition(":")[0] for line in context["warnings"][:3]] == [
         "--context-parallel-size 2", "--fp8-attention te", "--cp-comm-type p2p"]  # fmt: skip
-    assert "DP 16" in context["page"] and "CP 2" in context["page"] and "TP 1, PP 1, DP 32" in context["page"]
+    assert "DP 16" in context["page"] and "CP 2" in context["page"] and "TP 1, PP 1, CP 2, DP 16 " in context["page"]
     own = shrunk["context of our own"]
     assert not any("--context-parallel-size" in line for line in own["warnings"])
-    assert "DP 4" in own["page"] and "CP 4" in own["page"] and "TP 2, PP 1, DP 16" in own["page"]
+    assert "DP 4" in own["page"] and "CP 4" in own["page"] and "TP 2, PP 1, CP 4, DP 4 " in own["page"]
     assert own["changes"]["--seq-length"][1] % (4 * 16) == 0
     assert "Counted with a vocabulary of 50257 tokens" in shrunk["Llama's data elsewhere"]["page"]
     assert shrunk["an FP8 head"]["changes"]["--vocab-size"] == [50272, 256]
