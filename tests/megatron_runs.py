@@ -32,6 +32,8 @@ TINY_GPT = (
     "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     f"--no-persist-layer-norm --no-rope-fusion --attention-backend unfused {KEPT_ORDER}"
 ).split()
+# Without the worker Megatron switches --async-save off; its other strategy needs a package.
+ASYNCHRONOUS = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 # The first steps of that run, where more would show nothing new: its loss falls by 0.35, of ten steps' 0.54.
 SIX_STEPS = "--train-iters 6 --lr-decay-iters 10".split()
 

@@ -319,6 +319,10 @@ ROPE_UNSCALED = When(
 )
 WITH_SAVE = When("given", lambda value, args: bool(value) and bool(args.save))
 WITHOUT_SAVE = When("given, without --save", lambda value, args: bool(value) and not args.save)
+WITHOUT_WORKER = When(
+    "given, without --use-persistent-ckpt-worker",
+    lambda value, args: bool(value) and not args.use_persistent_ckpt_worker,
+)
 SENT_IN_FP8 = When("given, with --fp8-dispatch", lambda value, args: bool(value) and bool(args.fp8_dispatch))
 WITH_MOE_ACT = When("with moe_act", lambda value, args: "moe_act" in (value or ()))
 
@@ -589,6 +593,7 @@ TABLE: list[Row] = [
     *_refuse("--save-wgrads-interval", "remove it: the linears' gradients are not in stock's buffers"),
     *_refuse("--save --load --pretrained-checkpoint", FILES, NO_FILES),
     *_note("--tensorboard-dir", "nothing is written: pip install tensorboard", missing="tensorboard"),
+    *_note("--async-save", "no effect without --use-persistent-ckpt-worker: training waits for saves", WITHOUT_WORKER),
     *_refuse("--ckpt-format", ONE_FORMAT, KEEPS_OPTIMIZER),
     *_refuse("--ckpt-convert-format", ONE_FORMAT, one_of("torch")),
     *_refuse("--load-main-params-from-ckpt", "load the optimizer instead, or start from the weights"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from launch import ROOT, RunFailed
-from megatron_runs import TINY_GPT, Run, run_megatron
+from megatron_runs import ASYNCHRONOUS, TINY_GPT, Run, run_megatron
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 nightly = pytest.mark.slow
@@ -82,7 +82,7 @@ def goes_on_bit_for_bit(nproc: int, flags: str, steps: int, folder: Path, tied: 
         (2, f"--fp8-level O2 {OVERLAP}", 20),
         (2, f"--fp8-level O3 --fp8-ckpt-compact {OVERLAP}", 20),
         (2, f"--fp8-level O3 --adam-beta2 0.999 {DISTRIBUTED}", 20),
-        (2, f"--fp8-level O3 --async-save {OVERLAP}", 20),
+        (2, f"--fp8-level O3 {ASYNCHRONOUS} {OVERLAP}", 20),
         (2, "--fp8-level O3", 20),
         (2, f"--fp8-level O3 --context-parallel-size 2 --attention-backend auto {OVERLAP}", 20),
         (1, "--fp8-level O3 --fp8-ckpt-compact", 20),

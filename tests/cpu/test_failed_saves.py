@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launch import RunFailed, forked, parse_step, torchrun
-from megatron_runs import TINY_GPT
+from megatron_runs import ASYNCHRONOUS, TINY_GPT
 
 pytestmark = pytest.mark.timeout(3600)
 FLAGS = "--fp8-level O3 --use-distributed-optimizer --train-iters 1000 --save-interval 3"
@@ -53,8 +53,8 @@ def fails(spoil: Callable[[Path], None], folder: Path, flags: str = "", run=fork
     [
         (make_it_a_file, ""),
         pytest.param(make_the_tracker_a_folder, "", marks=pytest.mark.slow),
-        pytest.param(make_it_a_file, "--async-save", marks=pytest.mark.slow),
-        pytest.param(make_the_tracker_a_folder, "--async-save --save-retain-interval 6", marks=pytest.mark.slow),
+        pytest.param(make_it_a_file, ASYNCHRONOUS, marks=pytest.mark.slow),
+        pytest.param(make_the_tracker_a_folder, f"{ASYNCHRONOUS} --save-retain-interval 6", marks=pytest.mark.slow),
     ],
 )
 def test_one_line_from_one_rank(tmp_path, spoil, flags):

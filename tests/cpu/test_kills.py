@@ -8,7 +8,7 @@ import time
 
 import pytest
 from launch import forked, parse_step
-from megatron_runs import TINY_GPT, run_megatron
+from megatron_runs import ASYNCHRONOUS, TINY_GPT, run_megatron
 
 FLAGS = "--fp8-level O3 --use-distributed-optimizer --train-iters 2000 --save-interval 2 --log-interval 1"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -24,7 +24,7 @@ class Kill(Exception):
     [
         pytest.param(3, "", marks=pytest.mark.slow),
         pytest.param(52, "", marks=pytest.mark.slow),
-        pytest.param(52, "--async-save", marks=pytest.mark.slow),
+        pytest.param(52, ASYNCHRONOUS, marks=pytest.mark.slow),
     ],
 )
 def test_random_kills(tmp_path, kills, how):

@@ -7,13 +7,12 @@ import time
 import psutil
 import pytest
 from launch import ROOT
-from megatron_runs import TINY_GPT, script_path
+from megatron_runs import ASYNCHRONOUS, TINY_GPT, script_path
 
 from megatron_fp8.processes import TorchRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 SAVED = "successfully saved checkpoint"
-LATER = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 
 
 def lives(process: psutil.Process) -> bool:
@@ -22,7 +21,7 @@ def lives(process: psutil.Process) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("saves", "kills_all"), [("", False), ("", True), (LATER, True)], ids=str)
+@pytest.mark.parametrize(("saves", "kills_all"), [("", False), ("", True), (ASYNCHRONOUS, True)], ids=str)
 def test_nothing_lives_on_when_ranks_are_killed(saves, kills_all, tmp_path):
     """One rank is killed, and torchrun ends the other; or torchrun and both are killed."""
     flags = f"--fp8-level O1 --train-iters 100000 --save-interval 2 --use-distributed-optimizer {saves}"

@@ -576,18 +576,32 @@ def test_what_would_end_the_job_later_is_found(parser, flags, line):
     assert line in error and bool(error) == bool(line), error
 
 
-def test_two_levels_of_nodes_are_no_mistake_of_two_replicas(parser):
-    """The reduction over two replicas would refuse four ranks in a node."""
+def small(flags: str, gpus: int) -> shrink.Rehearsal:
+    """The rehearsal of a job of 24 layers, with these flags, on a large machine."""
     model = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 64"
-    flags = "--eval-interval 1000 --use-distributed-optimizer --fp8-grad-reduce-hierarchy 4 --fp8-level O3"
-    found = examine(take_apart(f"{SCRIPT} {GPT} {model} {flags}".split()), 16)
-    assert found.error == "" and found.args.data_parallel_size == 16
-    small = shrink.shrink(
+    command = f"{SCRIPT} {GPT} {model} --eval-interval 1000 --use-distributed-optimizer --fp8-level O3 {flags}"
+    found = examine(take_apart(command.split()), gpus)
+    assert found.error == ""
+    return shrink.shrink(
         found.flags, found.args, most_ranks=None, free=room.Room(1e12), quick_ranks=64, mock_data=True,
         all_layers=False, storage="bf16",
     )  # fmt: skip
-    assert small.left_out == ["--fp8-grad-reduce-hierarchy"] and small.data_parallel == 2
-    assert "--fp8-grad-reduce-hierarchy" not in dict(small.flags)
+
+
+def test_two_levels_of_nodes_are_no_mistake_of_two_replicas(parser):
+    """The reduction over two replicas would refuse four ranks in a node."""
+    found = small("--fp8-grad-reduce-hierarchy 4", 16)
+    assert found.left_out == ["--fp8-grad-reduce-hierarchy"] and found.data_parallel == 2
+    assert "--fp8-grad-reduce-hierarchy" not in dict(found.flags)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_job_that_saves_beside_training_does_so_here(parser, monkeypatch, there):
+    """By Megatron's own strategy, without the package of the other."""
+    monkeypatch.setattr(shrink, "installed", lambda module: there)
+    given = dict(small("--async-save --use-persistent-ckpt-worker --save /there --save-interval 5", 2).flags)
+    assert {"--async-save", "--use-persistent-ckpt-worker"} <= given.keys()
+    assert given.get("--async-strategy") == (None if there else ["mcore"])
 
 
 TE = "--fp8-attention te"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from ...errors import UserError
 from ...flags.command import Flags, flags_of
 from ...flags.numeric_checks import GEMM_MULTIPLE, largest_batch
+from ...packages import installed
 from .room import Room, needs
 
 HEAD = 16  # channels, the shortest sum of an FP8 GEMM
@@ -46,7 +47,7 @@ LEFT_OUT = """--load --ckpt-step --finetune --pretrained-checkpoint --no-load-op
 --non-persistent-local-ckpt-algo --tensorboard-dir --wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity
 --one-logger-project --one-logger-run-name --profile --use-pytorch-profiler --profile-step-start --profile-step-end
 --profile-ranks --record-memory-history --memory-snapshot-path --adlr-autoresume --adlr-autoresume-interval
---log-straggler --run-workload-inspector-server --gpu-sniff-test-interval --nccl-communicator-config-path
+--log-straggler --log-energy --run-workload-inspector-server --gpu-sniff-test-interval --nccl-communicator-config-path
 --config-logger-dir --logits-save-dir --moe-routing-trace-path --skip-train --save-params-interval
 --save-activations-interval --save-dgrads-interval --save-wgrads-interval --save-tokens-per-expert-interval
 --dump-param-to-param-group-map --result-rejected-tracker-filename --ckpt-convert-save --ckpt-convert-format
@@ -254,6 +255,8 @@ def _fixed(job: Namespace, batch: int, mock_data: bool, storage: str, has_storag
     given += " --distributed-timeout-minutes 10"
     if job.lr_decay_style == "WSD":
         given += " --lr-wsd-decay-iters 1"
+    if job.async_save and not installed("nvidia_resiliency_ext"):  # the job's machines may have it
+        given += " --async-strategy mcore"
     if mock_data:
         given += " --mock-data --tokenizer-type NullTokenizer --split 98,1,1"
     if not has_storage:
