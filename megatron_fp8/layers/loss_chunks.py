@@ -31,11 +31,16 @@ ROWS = 16  # a part's are a multiple of it
 def in_chunks(model, chunks: int) -> None:
     """Let a GPTModel that has a head compute head and loss in at most `chunks` parts, if it is called with labels."""
     signature = inspect.signature(model.forward)
+    told = False
 
     def give_processor(model, given, named):
+        nonlocal told
         call = signature.bind(*given, **named).arguments
         if call.get("labels") is not None and call.get("output_processor") is None:
             named = named | {"output_processor": functools.partial(_losses, chunks)}
+        elif torch.is_grad_enabled() and not told:  # a framework that computes its own loss
+            told = True
+            print(f"[fp8] --fp8-loss-chunks {chunks}: no effect, this training asks the model for its logits", flush=True)
         return given, named
 
     model.register_forward_pre_hook(give_processor, with_kwargs=True)

@@ -16,6 +16,8 @@ TIED = [flag for flag in BASE if flag != "--untie-embeddings-and-output-weights"
         (2, "--tensor-model-parallel-size 2 --sequence-parallel", TIED),
         pytest.param(1, "--fp8-lm-head", BASE, marks=pytest.mark.slow),
         pytest.param(2, "--tensor-model-parallel-size 2", BASE, marks=pytest.mark.slow),
+        pytest.param(2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", TIED,
+                     marks=pytest.mark.slow),
         pytest.param(2, "--pipeline-model-parallel-size 2 --use-distributed-optimizer", BASE, marks=pytest.mark.slow),
         pytest.param(2, f"--context-parallel-size 2 --attention-backend auto {RECOMPUTED}", BASE,
                      marks=pytest.mark.slow),

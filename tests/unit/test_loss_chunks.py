@@ -71,7 +71,7 @@ def test_losses_and_gradients_are_the_wholes(rows, chunks, seen, ranks):
     assert model.output_layer.seen == [*seen, *reversed(seen)]  # forward, and again from the last part
 
 
-def test_no_gradient_no_second_pass_and_no_labels_no_parts():
+def test_no_gradient_no_second_pass_and_no_labels_no_parts(capsys):
     model, hidden = Model(), torch.randn(32, 2, WIDTH, dtype=torch.float64)
     in_chunks(model, 2)
     with torch.no_grad():
@@ -80,6 +80,7 @@ def test_no_gradient_no_second_pass_and_no_labels_no_parts():
     assert model(hidden).shape == (32, 2, ROWS_OF_VOCABULARY)  # a script that wants logits gets them
     mine = model(hidden, torch.zeros(2, 32, dtype=torch.int64), output_processor=lambda **_: "mine")
     assert mine == "mine" and model.output_layer.seen == [16, 16, 32]
+    assert capsys.readouterr().out == "[fp8] --fp8-loss-chunks 2: no effect, this training asks the model for its logits\n"
 
 
 def test_parts_hold_few_logits_at_a_time():
