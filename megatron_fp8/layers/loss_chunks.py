@@ -23,6 +23,7 @@ import functools
 import inspect
 
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 ROWS = 16  # a part's are a multiple of it
@@ -40,7 +41,8 @@ def in_chunks(model, chunks: int) -> None:
             named = named | {"output_processor": functools.partial(_losses, chunks)}
         elif torch.is_grad_enabled() and not told:  # a framework that computes its own loss
             told = True
-            print(f"[fp8] --fp8-loss-chunks {chunks}: no effect, this training asks the model for its logits", flush=True)
+            if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:  # always of the last stage
+                print(f"[fp8] --fp8-loss-chunks {chunks}: no effect, training asks the model for logits", flush=True)
         return given, named
 
     model.register_forward_pre_hook(give_processor, with_kwargs=True)

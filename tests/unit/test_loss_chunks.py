@@ -80,7 +80,7 @@ def test_no_gradient_no_second_pass_and_no_labels_no_parts(capsys):
     assert model(hidden).shape == (32, 2, ROWS_OF_VOCABULARY)  # a script that wants logits gets them
     mine = model(hidden, torch.zeros(2, 32, dtype=torch.int64), output_processor=lambda **_: "mine")
     assert mine == "mine" and model.output_layer.seen == [16, 16, 32]
-    assert capsys.readouterr().out == "[fp8] --fp8-loss-chunks 2: no effect, this training asks the model for its logits\n"
+    assert capsys.readouterr().out == "[fp8] --fp8-loss-chunks 2: no effect, training asks the model for logits\n"
 
 
 def test_parts_hold_few_logits_at_a_time():
