@@ -97,7 +97,7 @@ def install() -> None:
     for owner, substitutes in _substitutes():
         for name, value in substitutes.items():
             _rebound.replace(owner, name, value)
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not _multiplies_bf16():
         _rebound.append(_multiply_in_fp32())
     atexit.register(_leave_groups)
 
@@ -206,6 +206,11 @@ def _methods() -> dict[str, Callable]:
         "cuda": lambda tensor, *args, **kwargs: tensor,
         "pin_memory": lambda tensor, *args, **kwargs: tensor,
     }
+
+
+def _multiplies_bf16() -> bool:
+    """Whether oneDNN, if torch was built with it, multiplies BF16 matrices on this processor."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _multiply_in_fp32() -> Callable[[], None]:

@@ -181,10 +181,17 @@ def test_torchs_compiler_finds_one_rule_for_every_name(installed):
 
 
 @pytest.fixture
-def in_fp32():
-    """The products of a processor without BF16 instructions, on any."""
+def in_fp32(monkeypatch):
+    """The products of a processor without BF16 instructions, on any: (the undo, the dtypes of all that were made)."""
+    made, maker = [], cpu._in_fp32
+
+    def noting(product):
+        multiply = maker(product)
+        return lambda first, *others, **scalars: made.append(first.dtype) or multiply(first, *others, **scalars)
+
+    monkeypatch.setattr(cpu, "_in_fp32", noting)
     undo = cpu._multiply_in_fp32()
-    yield undo
+    yield undo, made
     undo()
 
 
@@ -211,6 +218,7 @@ def with_gradients(product, *operands):
 def test_a_product_in_bf16_is_that_in_fp32_rounded_once(in_fp32, name):
     operands = [torch.randn(shape).bfloat16() for shape in ((40, 300), (300, 50), (40, 50))]
     found = with_gradients(PRODUCTS[name], *operands)
+    assert in_fp32[1] == [torch.bfloat16] * 3  # the gradients' too
     expected = with_gradients(PRODUCTS[name], *(x.float() for x in operands))
     exact = with_gradients(PRODUCTS[name], *(x.double() for x in operands))
     for ours, plain, true in zip(found, expected, exact, strict=True):
@@ -224,7 +232,7 @@ def test_a_product_in_bf16_is_that_in_fp32_rounded_once(in_fp32, name):
 def test_other_products_stay(in_fp32, name, dtype):
     operands = [torch.randn(shape).to(dtype) for shape in ((40, 300), (300, 50), (40, 50))]
     here = with_gradients(PRODUCTS[name], *operands)
-    in_fp32()
+    in_fp32[0]()
     stock = with_gradients(PRODUCTS[name], *operands)
     for ours, torchs in zip(here, stock, strict=True):
         assert ours.dtype == dtype and ours.stride() == torchs.stride() and torch.equal(ours, torchs)
@@ -234,7 +242,9 @@ def test_a_processor_with_bf16_instructions_multiplies_by_itself(monkeypatch):
     """And one without is not left to torch's loops."""
     replaced = []
     monkeypatch.setattr(cpu, "_multiply_in_fp32", lambda: replaced.append("put") or (lambda: replaced.append("undone")))
-    for supported in (True, False):
+    for built, supported in ((True, True), (True, False), (False, None)):
+        replaced.clear()
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda answer=built: answer)
         monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda answer=supported: answer)
         cpu.install()
         cpu.uninstall()
