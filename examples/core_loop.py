@@ -10,11 +10,12 @@ import functools
 import os
 import sys
 
+if "RANK" not in os.environ:
+    sys.exit("core_loop.py: no launcher started this; use torchrun --nproc-per-node N examples/core_loop.py LEVEL")
+
 import megatron_fp8
 from megatron_fp8 import cpu
 
-if "RANK" not in os.environ:
-    sys.exit("core_loop.py: no launcher started this; use torchrun --nproc-per-node N examples/core_loop.py LEVEL")
 if len(sys.argv) > 1:
     level, *flags = sys.argv[1:]
     megatron_fp8.enable(level, **dict(flag.split("=") for flag in flags))  # before the model is built
