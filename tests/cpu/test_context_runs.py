@@ -12,10 +12,16 @@ CP, TP = "--context-parallel-size 2", "--tensor-model-parallel-size 2"
 GROUPED = "--group-query-attention --num-query-groups 2"
 LATENT = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+YARN = (
+    "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
+    "--yarn-beta-fast 32 --yarn-beta-slow 1 --no-yarn-correction-range-round-to-int"
+)
+BALANCED = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1"
 CASES = {"two": (2, CP)}
 SPLIT = {
     "pipeline": (4, f"{CP} --pipeline-model-parallel-size 2"),
-    "data-sharded": (4, f"{CP} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "data-sharded": (4, f"{CP} {SHARDED}"),
 }
 MORE = {
     "sequence": (4, f"{CP} {TP} --sequence-parallel"),
@@ -82,6 +88,11 @@ IN_FP32 = {
     "core-attention-recomputed": (2, f"{CP} --recompute-granularity selective"),
     "experts": (4, f"{CP} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"),
     "fetched": (4, f"--context-parallel-size 4 {GROUPED}"),
+    "all": (8, f"{CP} {TP} --sequence-parallel --pipeline-model-parallel-size 2 {SHARDED} {RECOMPUTED}"),
+    "yarn": (4, f"--context-parallel-size 4 {YARN}"),
+    "balanced-experts": (2, f"{CP} --num-experts 4 --moe-router-topk 2 {BALANCED}"),
+    "masked": (4, f"{CP} --eod-mask-loss --calculate-per-token-loss --split 90,10,0 --eval-iters 2 --eval-interval 3"),
+    "odd-chunks": (4, f"{CP} {TP} --sequence-parallel --seq-length 60 --micro-batch-size 1"),
 }
 
 
@@ -99,6 +110,8 @@ def test_fp32_has_the_numbers_of_one_rank(case):
     for name in ("lm loss", "grad norm"):
         found = numbers(cut, name)
         assert len(found) == 6 and found == pytest.approx(numbers(whole, name), abs=1e-5), name
+    assert cut.validation_losses == pytest.approx(whole.validation_losses, abs=1e-5)
+    assert len(cut.validation_losses) == 3 * (case == "masked")
 
 
 @pytest.mark.parametrize(
