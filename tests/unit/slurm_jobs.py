@@ -27,7 +27,7 @@ TRAIN = """
 import json, os, signal, sys, time
 env = os.environ
 json.dump([sys.argv[1:], {n: env[n] for n in env if n in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR "
-           "MASTER_PORT NEW SHELLS TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR".split()}],
+           "MASTER_PORT NEW SHELLS TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR OMP_NUM_THREADS".split()}],
           open(env["FAKE"] + "/task.json", "w"))
 if env.get("FAKE_WAIT"):
     told = []
@@ -74,7 +74,8 @@ def job(settings, tmp_path):
 
     def start(step=5, seal="integrity.json", code=0, restarts=0, wait="", more=None, path=None, **changes):
         path = path or write_script(settings(**changes))
-        mine = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_DIR")}  # torch's
+        of_torch = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS"
+        mine = {name: value for name, value in os.environ.items() if name not in of_torch}
         environment = {
             **mine, "PATH": f"{fake}:{os.environ['PATH']}", "FAKE": str(fake), "FAKE_STEP": str(step),
             "FAKE_SEAL": seal, "FAKE_CODE": str(code), "FAKE_WAIT": wait, "FAKE_END": "2099-01-01T00:00:00",

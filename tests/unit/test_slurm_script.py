@@ -163,12 +163,13 @@ def test_what_a_task_is_given(job, tmp_path):
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place = {"MASTER_ADDR": "node1", "MASTER_PORT": "20049", "NEW": "it's {new}", "SHELLS": "shell"}
     caches = [variables.pop(f"{compiler}_CACHE_DIR") for compiler in ("TRITON", "TORCHINDUCTOR")]
-    assert variables == ranks | place
+    assert variables == ranks | place | {"OMP_NUM_THREADS": "1"}
     assert caches == [f"{job.fake}/megatron_fp8-{os.getuid()}/{name}" for name in ("triton", "inductor")]
     assert job(restarts=1, more={"TRITON_CACHE_DIR": "/mine"})[0] == 0 and task(job)[1]["TRITON_CACHE_DIR"] == "/mine"
     job(first=["--load", "there", "--finetune"], restarts=1, more={"SLURM_JOB_END_TIME": "", "FAKE_END": "Unknown"})
     assert task(job)[0] == [*flags, "--load", str(job.save), *own[:-1]]
-    job(restarts=1, more={"SLURM_JOB_END_TIME": str(int(time.time()) + 655)})
+    job(restarts=1, more={"SLURM_JOB_END_TIME": str(int(time.time()) + 655), "OMP_NUM_THREADS": "4"})
+    assert task(job)[1]["OMP_NUM_THREADS"] == "4"
     assert task(job)[0][-1] == "8"  # four fifths of ten minutes
 
 

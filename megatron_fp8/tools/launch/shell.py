@@ -16,7 +16,8 @@ _SHELLS = re.compile(
     re.ASCII,
 )
 # A user may set these although the job's script does: it sets them for one command, or only if they are empty.
-_SHARED = "LC_ALL TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DEBUG_FILE".split()
+_SHARED = """LC_ALL TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DEBUG_FILE
+OMP_NUM_THREADS""".split()
 
 
 def check_variables(names: Iterable[str], in_job: bool = False) -> None:
