@@ -289,3 +289,24 @@ def test_tensor_parallelism_over_four_is_the_rows():
         assert cell in page("docs/results.md") and (size != "1" or cell in page("README.md"))
         peak = float(ours["gb_peak"]) / float(stock["gb_peak"])
         assert f"| {size} | {factors[0]:.2f} | {factors[1]:.2f} | {peak:.2f} |" in page("docs/performance.md")
+
+
+def test_the_longest_sequences_are_the_rows():
+    """docs/long_context.md's table: what fits with its peak, and what does not."""
+    with (ROOT / "benchmarks/results/long_context.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["shape"] == "llama3-8b"]
+    starts = {
+        "O3-fp8-activations": "| O3 with `--fp8-activations` | ",
+        "O3-long": "| the same with",
+        "bf16": "| stock BF16",
+        "te-delayed": "| Transformer Engine FP8, delayed",
+    }
+    lines = (ROOT / "docs/long_context.md").read_text().replace("**", "").splitlines()
+    assert {row["system"] for row in rows} == set(starts)
+    for row in rows:
+        start = starts[row["system"]].replace("**", "")
+        (line,) = (line for line in lines if line.startswith(start) and "fit" in line)
+        cell = line.split(" | ")[int(row["nproc"])]
+        length = f"{int(row['sequence']):,}"
+        assert (f"{length} do not" if row["outcome"] == "out of memory" else f"({float(row['peak_gb']):.1f}") in cell
+        assert length in cell
