@@ -15,6 +15,7 @@ from .systems import (
     RESIDUAL_IN_GEMM,
     ROUTED_ACTIVATION,
     STOCK_STATE,
+    TE_GRAPH_COPIES,
     UNFUSED_ROPE,
     UNREPAIRED_SPLIT,
 )
@@ -55,6 +56,8 @@ def layer(w: Workload, hardware: Hardware, moe: bool = False) -> dict[str, float
     }
     weights = sum(rows * columns for rows, columns, _ in job.layer(moe)) / tensor
     of_weights = {"cast": _of_a_weight(w) * weights, "gradient adds": (system.add + _of_a_sum(w)) * weights * trained}
+    if w.graphed and w.fp8 and system.level is None:
+        of_weights["graphs' copies"] = TE_GRAPH_COPIES * weights
     routed = _routed(w) if moe else {}
     kinds = moved | of_weights | routed  # in this order
     return {
