@@ -18,8 +18,8 @@ EXACT = "O1 gemm=bf16 grad_accum=fp32 grad_reduce=fp32"
 def trained(tmp_path):
     """trained(ranks, words): the losses of ten steps, the gradient norms, and our lines."""
 
-    def trained(ranks: int, words: str, loop: str = LOOP) -> tuple[list[float], list[float], list[str]]:
-        env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": TOOLS}
+    def trained(ranks: int, words: str, loop: str = LOOP, **env: str) -> tuple[list[float], list[float], list[str]]:
+        env |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": TOOLS}
         lines = forked(ranks, [loop, *words.split()], tmp_path / "log", timeout=200, env=env)
         steps = [re.fullmatch(r"step \d+: loss (\S+), gradient norm (\S+), made", line) for line in lines]
         losses, norms = zip(*[(float(step[1]), float(step[2])) for step in steps if step], strict=True)
@@ -57,6 +57,15 @@ def test_a_trainer_calls_finalize_model_grads_itself(trained, ranks):
     by_token, norms_by_token, _ = trained(ranks, "O3 tokens", BY_HAND)
     assert by_token[:3] == pytest.approx(losses[:3], rel=0.02) and by_token[0] == losses[0]
     assert norms_by_token[0] == pytest.approx(norms[0], rel=0.01)
+
+
+@pytest.mark.parametrize("way", ["p2p", pytest.param("a2a", marks=pytest.mark.slow)])
+def test_two_ranks_share_every_sequence(trained, way):
+    """Context parallelism of a trainer's configuration: one rank's losses; then rounding grows."""
+    alone, norms, _ = trained(1, EXACT)
+    shared, shared_norms, _ = trained(2, EXACT, str(ROOT / "tests/scripts/core_loop_of_context.py"), WAY=way)
+    assert shared[:2] == pytest.approx(alone[:2], abs=2e-3) and shared != alone
+    assert shared_norms[0] == pytest.approx(norms[0], rel=2e-3) and shared[-1] < 0.6 * shared[0]
 
 
 def test_gradients_that_nobody_sums(trained):
