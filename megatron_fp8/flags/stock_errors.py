@@ -50,6 +50,7 @@ _WITHOUT_TE = (
     "install Transformer Engine, or add --fp8-level, or else --transformer-impl local --no-masked-softmax-fusion "
     "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-rope-fusion"
 )
+_OF_MICRO_BATCHES = "M is --global-batch-size by --micro-batch-size and data-parallel ranks; change one of them"
 _REMEDIES = {  # {a part of a message of Megatron's that names no flag: what helps}
     "requires TPxEP > 1": "that is --expert-tensor-parallel-size times --expert-model-parallel-size; raise one, or use "
     "--moe-token-dispatcher-type alltoall",
@@ -57,13 +58,16 @@ _REMEDIES = {  # {a part of a message of Megatron's that names no flag: what hel
     "DeepEP is not installed": "or use --moe-token-dispatcher-type alltoall",
     "HybridEP is not installed": "or use --moe-token-dispatcher-type alltoall",
     "apply_rope_fusion is not available": _WITHOUT_TE,
+    "The number of contiguous micro-batches in a virtual": _OF_MICRO_BATCHES,
+    "The remainder of M (the total micro-batches)": _OF_MICRO_BATCHES,
     "persist_layer_norm not supported by torch": _WITHOUT_TE,
 }
 _OF_NUMBERS = "megatron.core.rerun_state_machine"  # it raises for a bad loss, which is no mistake in the flags
 _CALLERS = 6  # callers to search for flags that they read
 _MANY = 4  # most missing flags to name
 _AROUND = tuple(
-    f"megatron_fp8.{n}" for n in ("plugin", "cpu", "flags.usage", "__main__", "checkpoint.saves", "checkpoint.loads")
+    f"megatron_fp8.{name}"
+    for name in "plugin cpu flags.usage __main__ checkpoint.saves checkpoint.loads layers.spec".split()
 )
 _OF_TWO = ("expected iteration-based", "expected sample-based")  # Megatron's messages for --train-iters/--train-samples
 _OUR_SCRIPT = "pretrain_gpt_fp8.py"

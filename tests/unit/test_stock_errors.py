@@ -217,9 +217,10 @@ def test_a_callback_that_asks_for_what_megatron_refuses_is_seen(module):
     stock = module("megatron.core.datasets.builder", BUILDING)
     text = "def provide():\n    stock['check'](0)\n"
     script, ours, plugin = (
-        module(name, text, stock=stock) for name in ("__main__", "megatron_fp8.layers.spec", "megatron_fp8.plugin")
+        module(name, text, stock=stock) for name in ("__main__", "megatron_fp8.layers.norm", "megatron_fp8.plugin")
     )
-    for where, seen in ((script, True), (ours, True), (plugin, False)):
+    layers = module("megatron_fp8.layers.spec", text, stock=stock)  # asks Megatron how many layers the flags give
+    for where, seen in ((script, True), (ours, True), (plugin, False), (layers, False)):
         error = error_of(stock["build"], where["provide"])
         assert stock_mistake(error) is not None and through_callback(error) is seen
     # Ours that wraps Megatron's function only passes its call on.

@@ -25,7 +25,13 @@ def check_layers(config) -> None:
 
 
 def check_ranks(args: Namespace) -> None:
-    """Raise UserError for batches and nodes that do not divide among the job's ranks. args: Megatron's, validated."""
+    """Raise UserError for batches and nodes that do not divide among the job's ranks, and Megatron's own error for a
+    schedule that it cannot read. args: Megatron's, validated."""
+    if args.step_batch_size_schedule is not None:
+        from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator as Schedule
+
+        Schedule(args.micro_batch_size, args.data_parallel_size, args.decrease_batch_size_if_needed, 1,
+                 args.step_batch_size_schedule, args.seq_length)  # fmt: skip
     check_all([*_batches(args), *_nodes(args)])
 
 
