@@ -1,8 +1,9 @@
-"""Refuses combinations of stock flags with which megatron-core 0.19 crashes, in one line before the run starts.
+"""Refuses combinations of stock flags with which megatron-core 0.19 crashes or does nothing, in one line before the run
+starts.
 
-stock_errors.py handles Megatron's own checks; this file has the combinations that Megatron does not check.  Each of
-them crashes without a level too: a traceback of an operation on None or on an object of another type, sometimes hours
-later, at the first evaluation or at the end of the training.  One does not crash: groups of experts by no score.
+stock_errors.py handles Megatron's own checks; this file has the combinations that Megatron does not check.  Most of
+them crash without a level too: a traceback of an operation on None or on an object of another type, sometimes hours
+later, at the first evaluation or at the end of the training.
 """
 
 import os
@@ -65,6 +66,11 @@ FAULTS = (
         lambda args: f"--eval-micro-batch-size {args.eval_micro_batch_size}: with --tensor-model-parallel-size "
         f"{args.tensor_model_parallel_size} Megatron's other ranks expect batches of --micro-batch-size "
         f"{args.micro_batch_size} in an evaluation too; use {args.micro_batch_size}, or pretrain_gpt_fp8.py",
+    ),
+    Fault(  # it would train no step, and end with exit code 0
+        lambda args: 0 < (args.train_samples or 0) < (args.global_batch_size or 0),
+        lambda args: f"--train-samples {args.train_samples}: fewer than --global-batch-size {args.global_batch_size}, "
+        f"so there is no step; use {args.global_batch_size} or more",
     ),
     Fault(
         lambda args: args.use_sharp,

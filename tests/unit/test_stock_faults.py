@@ -30,6 +30,11 @@ def script(monkeypatch):
         ("--phase-transition-iterations 2,x", "--phase-transition-iterations 2,x: use whole numbers ", ""),
         ("--phase-transition-iterations=-2 --train-samples 9", "--phase-transition-iterations -2: use whole ", ""),
         ("--position-embedding-type mrope", "--position-embedding-type mrope: ", "--position-embedding-type rope"),
+        (
+            "--train-samples 7 --global-batch-size 8",
+            "--train-samples 7: fewer than --global-batch-size 8, so there is no step; use 8 or more",
+            "--train-samples 8 --global-batch-size 8",
+        ),
         ("--use-sharp", "--use-sharp: megatron-core 0.19 cannot start with it: ", ""),
         ("--no-initialization", "--no-initialization: ", "--no-initialization --load there"),
         ("--no-initialization", "--no-initialization: ", "--no-initialization --pretrained-checkpoint there"),
