@@ -29,6 +29,28 @@ class Fault(NamedTuple):
     line: Callable[[Namespace], str]
 
 
+def _has_virtual_stages(args: Namespace) -> bool:
+    count, layers = args.num_virtual_stages_per_pipeline_rank, args.num_layers_per_virtual_pipeline_stage
+    if count is None and layers:
+        count = (args.num_layers or 0) // (args.pipeline_model_parallel_size * layers)
+    return (count or 1) > 1
+
+
+def _of_evaluations(args: Namespace) -> str:
+    """The error line if virtual stages refuse an evaluation's batch, other than training's; computed before Megatron
+    does, which fails hours later, at the first evaluation."""
+    size, trained = args.micro_batch_size or 1, args.global_batch_size
+    evaluated = args.eval_global_batch_size, args.eval_micro_batch_size
+    usual = trained is not None and evaluated[0] in (None, trained) and evaluated[1] in (None, size)
+    if usual or not args.eval_iters or not _has_virtual_stages(args):
+        return ""
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    replicas = max(1, args.world_size // model)
+    batch = evaluated[0] or trained or size * replicas  # the last with a schedule
+    count = batch // ((evaluated[1] or size) * replicas)
+    return of_virtual_stages(args, "--eval-global-batch-size", batch, count)
+
+
 FAULTS = (
     Fault(
         lambda args: args.eval_interval is None and not args.skip_train and not args.full_validation,
@@ -67,6 +89,7 @@ FAULTS = (
         f"{args.tensor_model_parallel_size} Megatron's other ranks expect batches of --micro-batch-size "
         f"{args.micro_batch_size} in an evaluation too; use {args.micro_batch_size}, or pretrain_gpt_fp8.py",
     ),
+    Fault(lambda args: bool(_of_evaluations(args)), lambda args: _of_evaluations(args)),
     Fault(  # it would train no step, and end with exit code 0
         lambda args: 0 < (args.train_samples or 0) < (args.global_batch_size or 0),
         lambda args: f"--train-samples {args.train_samples}: fewer than --global-batch-size {args.global_batch_size}, "
@@ -126,6 +149,22 @@ def _by_groups(args: Namespace) -> bool:
 def _in_reach(args: Namespace) -> int:
     """How many experts the groups of a token have."""
     return args.moe_router_group_topk * args.num_experts // args.moe_router_num_groups
+
+
+def of_virtual_stages(args: Namespace, flag: str, batch: int, count: int) -> str:
+    """The error line if the interleaved schedule refuses a batch of `count` micro-batches; else "".
+
+    megatron.core.pipeline_parallel.schedules has the rule: a group has as many as there are stages, or more, and the
+    last one may be smaller, but not smaller than the number of stages.
+    """
+    stages = args.pipeline_model_parallel_size
+    group = args.microbatch_group_size_per_vp_stage or stages
+    # A group of fewer than the stages is refused whatever the batch is.
+    if group < stages or (count >= group and not 0 < count % group < stages):
+        return ""
+    few = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    groups = f"groups of {group}" if group == stages else f"groups of {group}, the last of {stages} or more"
+    return f"{flag} {batch}: {few}, and virtual stages take them in {groups}; change it"
 
 
 def _are_numbers(text: str | None) -> bool:

@@ -556,7 +556,7 @@ SCHEDULE = "--step-batch-size-schedule"
         (f"{VIRTUAL} --global-batch-size 36", "size 36: 9 micro-batches, and virtual stages take them"),
         (f"{VIRTUAL} --global-batch-size 4", "--global-batch-size 4: 1 micro-batch, and virtual stages take them in"),
         (f"{VIRTUAL} --global-batch-size 32", ""),
-        (f"{VIRTUAL} {SCHEDULE} 0:16,9K:20", "a batch of 20: 5 micro-batches, and virtual stages take them in groups"),
+        (f"{VIRTUAL} {SCHEDULE} 0:16,9K:20 --eval-iters 0", "a batch of 20: 5 micro-batches, and virtual stages"),
         (f"{VIRTUAL} {SCHEDULE} 0:16,9K:32", "--eval-global-batch-size 4: 1 micro-batch, and virtual stages take"),
         (f"{VIRTUAL} {SCHEDULE} 0:16,9K:32 --eval-iters 0", ""),
         (f"{VIRTUAL} --global-batch-size 40 --microbatch-group-size-per-virtual-pipeline-stage 8",

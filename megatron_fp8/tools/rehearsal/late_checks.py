@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ...errors import check_all
 from ...flags.numeric_checks import scheduled_batches
+from ...flags.stock_faults import of_virtual_stages
 
 
 def check_layers(config) -> None:
@@ -48,24 +49,8 @@ def _batches(args: Namespace) -> Iterator[str]:
         count, rest = divmod(batch, size * args.data_parallel_size)
         if rest and not args.decrease_batch_size_if_needed:
             yield f"{flag} {batch}: no multiple of {size} for each of {args.data_parallel_size} data-parallel ranks"
-        elif args.virtual_pipeline_model_parallel_size and (groups := _refused_groups(args, count)):
-            few = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-            yield f"{flag} {batch}: {few}, and virtual stages take them in {groups}; change it"
-
-
-def _refused_groups(args: Namespace, count: int) -> str:
-    """The groups in which the interleaved schedule takes micro-batches, if it refuses `count` of them; else "".
-
-    megatron.core.pipeline_parallel.schedules has the rule: a group has as many as there are stages, or more, and the
-    last one may be smaller, but not smaller than the number of stages.
-    """
-    stages = args.pipeline_model_parallel_size
-    group = args.microbatch_group_size_per_vp_stage or stages
-    if group < stages:  # refused whatever the batch is; a rehearsal has the same sizes
-        return ""
-    if count >= group and not 0 < count % group < stages:
-        return ""
-    return f"groups of {group}" if group == stages else f"groups of {group}, the last of {stages} or more"
+        elif args.virtual_pipeline_model_parallel_size:
+            yield from filter(None, [of_virtual_stages(args, flag, batch, count)])
 
 
 def _nodes(args: Namespace) -> Iterator[str]:
