@@ -1,5 +1,4 @@
-"""Refuses combinations of stock flags with which megatron-core 0.19 crashes or does nothing, in one line before the run
-starts.
+"""Refuses combinations of stock flags with which megatron-core 0.19 crashes or does nothing, before the run starts.
 
 stock_errors.py handles Megatron's own checks; this file has the combinations that Megatron does not check.  Most of
 them crash without a level too: a traceback of an operation on None or on an object of another type, sometimes hours
@@ -48,7 +47,8 @@ def _of_evaluations(args: Namespace) -> str:
     replicas = max(1, args.world_size // model)
     batch = evaluated[0] or trained or size * replicas  # the last with a schedule
     count = batch // ((evaluated[1] or size) * replicas)
-    return of_virtual_stages(args, "--eval-global-batch-size", batch, count)
+    of_training = evaluated == (None, None) and args.step_batch_size_schedule is None
+    return of_virtual_stages(args, "--global-batch-size" if of_training else "--eval-global-batch-size", batch, count)
 
 
 FAULTS = (

@@ -8,7 +8,8 @@ logits exist at a time:
     backward    for each part: logits again; their gradient; the gradients of hidden and of the head's weight
 
 The price is the head's forward product, which runs twice: a third more of the head's GEMMs. The numbers are those of
-the whole, but for the order in which the weight's gradient adds up.
+the whole, but for the order in which the weight's gradient adds up (in BF16, a rounding for each part, if it is not
+added to main_grad: --no-gradient-accumulation-fusion). With --fp8-lm-head each part has scales of its own.
 
 A part is a range of the rows that this rank has. Under sequence parallelism the head gathers them from all ranks, so
 its logits are of a range of each rank's rows, and the labels are picked alike. A part's rows on a rank are a multiple
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-ROWS = 16  # a part's are a multiple of it
+from ..flags.loss_chunks import rows_of_part
 
 
 def in_chunks(model, chunks: int) -> None:
@@ -39,7 +40,7 @@ def in_chunks(model, chunks: int) -> None:
         call = signature.bind(*given, **named).arguments
         if call.get("labels") is not None and call.get("output_processor") is None:
             named = named | {"output_processor": functools.partial(_losses, chunks)}
-        elif torch.is_grad_enabled() and not told:  # a framework that computes its own loss
+        elif call.get("labels") is None and torch.is_grad_enabled() and not told:  # a framework has its own loss
             told = True
             if not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:  # always of the last stage
                 print(f"[fp8] --fp8-loss-chunks {chunks}: no effect, training asks the model for logits", flush=True)
@@ -67,8 +68,7 @@ def _losses(
     run = of_part_again if torch.is_grad_enabled() else of_part
     rows = len(hidden_states)
     labels = labels.reshape(len(labels), -1, rows)  # (b, ranks, rows)
-    size = -(-rows // chunks)
-    size += -size % ROWS
+    size = rows_of_part(rows, chunks)
     losses = []
     for hidden, of_hidden in zip(hidden_states.split(size), labels.split(size, dim=2), strict=True):
         loss = run(hidden, of_hidden.flatten(1))

@@ -215,7 +215,7 @@ def test_an_expert_whose_first_tokens_come_in_the_second_step_trains(second, mor
 
 @pytest.mark.slow
 def test_all_experts_of_a_rank_go_from_bf16_to_fp8(tmp_path):
-    """Only rank 0 has scales at first, and asks nobody for theirs; then both ranks begin theirs anew."""
+    """Only rank 0 has scales at first, and asks no other rank; then both ranks begin theirs anew."""
     save = f"--fp8-level O3 {SPREAD} --save {tmp_path} --load {tmp_path} --save-interval 2"
     first, found = experts(f"{save} --fp8-bf16-layers *.local_experts.[23].*", 2, 2)
     assert {(weight["rank"], len(weight["scales"])) for weight in found.values()} == {(0, 2), (1, 0)}

@@ -1,4 +1,4 @@
-"""--fp8-loss-chunks in Megatron's own loop: the losses of the run without it, in every layout, and as a graph."""
+"""--fp8-loss-chunks in Megatron's own loop: the losses of the run without it. As a graph: test_step_graph_ranks.py."""
 
 import pytest
 from megatron_runs import TINY_GPT, run_megatron

@@ -153,3 +153,9 @@ def test_what_does_not_exist_is_found(tmp_path):
     page.write_text(f"{links}`gemm/interface.py` `ops/no.py` --no --lr, every --log-interval-th\n")
     assert broken_links(page) == ["#no-heading", "no.md"] and missing_files(page) == ["no.md", "ops/no.py"]
     assert unknown_flags(page.read_text(), {"--lr"}) == {"--no"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_blocks_of_code_begin_and_end_on_their_own_lines(page):
+    fences = [line.strip() for line in page.read_text().splitlines() if "```" in line]
+    assert all(re.fullmatch("```[a-z]*", line) for line in fences) and len(fences) % 2 == 0

@@ -539,3 +539,9 @@ def test_loss_chunks_have_few_logits_and_the_head_once_more():
     assert whole.memory["logits"] == pytest.approx(8 * 2048 * 128000 * 2 / 1e9, rel=0.01)
     assert parts.peak < whole.peak - 0.5 * whole.memory["logits"]
     assert parts.parts["LM head"] == pytest.approx(4 / 3 * whole.parts["LM head"])
+    split = f"{flags} --tensor-model-parallel-size 8 --sequence-parallel --fp8-loss-chunks"
+    many, most = (
+        step.estimate(job_flags.workload(job_flags.parse(f"{split} {n}".split()), 8), hardware.load("h200"))
+        for n in (16, 64)
+    )
+    assert many.peak == most.peak  # a rank has 256 rows, and a part 16 or more

@@ -105,6 +105,9 @@ def test_parts_hold_few_logits_at_a_time():
         ("--fp8-sharpness-interval 3", "--fp8-loss-chunks 4: --fp8-sharpness-interval 3 reads all logits; remove one"),
         ("--mtp-num-layers 1", "--fp8-loss-chunks 4: --mtp-num-layers 1 has losses of its own, whose logits would"),
         ("--defer-embedding-wgrad-compute", "4: --defer-embedding-wgrad-compute keeps the input of each forward pass"),
+        ("--fp8-sharpness-eval out.json", "--fp8-sharpness-eval out.json reads all logits"),
+        ("--config-logger-dir logs", "--config-logger-dir logs logs all logits"),
+        ("--overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm"),
         ("--fp8-emulate E8M3 --fp8-emulate-lm-head", "--fp8-emulate-lm-head would round other numbers"),
     ],
 )

@@ -96,7 +96,7 @@ def _warning(job: Settings) -> int:
 def check_sbatch(options: str) -> None:
     """Raise UserError for an option that overrides one that the script or its checks need."""
     for word in options.split():
-        if word.split("=")[0] in _PLACING:
+        if word.split("=")[0] in _PLACING or (word[:2] in _PLACING and word[1] != "-"):
             why = "the job's tasks need all GPUs of a node, and its ranks in order"
             raise UserError(f"--sbatch {word}: {why}; remove it")
         for names, ours in _OURS.items():

@@ -28,6 +28,7 @@ What Transformer Engine's attention holds is not counted.
 """
 
 from ...errors import UserError
+from ...flags.loss_chunks import rows_of_part
 from .workload import MODULES, MOE, Workload
 
 _OF_A_ROW = 40  # bytes: where a routed row comes from, four times in int64, and its probability
@@ -142,7 +143,8 @@ def peak(w: Workload, stage: int) -> dict[str, float]:
     )
     found = {"activations": waiting, "a layer's backward pass": backward}
     if stage == w.pipeline - 1:
-        tokens = w.tokens / w.loss_chunks  # whose logits exist at a time, in parts beside their gradient
+        rows = max(1, w.sequence // w.context // int(w.split))
+        tokens = w.tokens * rows_of_part(rows, w.loss_chunks) / rows  # whose logits exist at a time, in parts twice
         logits = tokens * w.vocabulary / w.tensor * w.system.logits * (1 + (w.loss_chunks > 1))
         hidden = 2 * tokens * w.job.hidden_size
         beside = 2 * 2 * w.tokens * w.job.hidden_size / w.split + hidden * (w.split > 1)

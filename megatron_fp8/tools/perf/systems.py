@@ -136,7 +136,8 @@ PAPERS = {"BF16": _BF16, "TE FP8": _TE, "FP8-LM": _PAPER}
 UNREPAIRED_SPLIT = 19.6  # bytes of `qkv` if Megatron's stale import makes TE concatenate (benchmarks/README.md)
 RESIDUAL_IN_GEMM = 2  # bytes of `residual` if our GEMM reads it in its epilogue: arithmetic, not measured
 # Bytes of a weight and micro-batch that Transformer Engine's graphs of layers copy or clear beyond its layers without
-# graphs: 4.25, 4.6 and 4.7 at micro-batches 1, 2 and 4 of GPT-175B's layers at TP 4 (eight.csv).
+# graphs: 4.25, 4.6 and 4.7 at micro-batches 1, 2 and 4 of GPT-175B's layers at TP 4 (eight.csv). Counted for its graphs
+# of whole steps too, of which no profile was read: a 7B slice at micro-batch 1 is 517 ms for 543 measured so, 489 else.
 TE_GRAPH_COPIES = 4.5
 LOGITS_AGAIN = 2  # bytes a logit of --fp8-loss-chunks: the loss reads the logits that are computed again
 FP8_HEAD = 2  # bytes a logit of --fp8-lm-head: the cast of its gradient, in both layouts
