@@ -19,9 +19,9 @@ _OF_ONE_AXIS = (_STOCKS, "pretrain_gpt_fp8.py")  # scripts whose positions have 
 
 
 class Fault(NamedTuple):
-    """Megatron crashes with arguments for which `test` is true. line: the error line, with a remedy.
+    """Megatron crashes, or does not what is asked, if `test` is true of the arguments.
 
-    Both take the arguments from before Megatron's validation.
+    line: the error line, with a remedy. Both take the arguments from before Megatron's validation.
     """
 
     test: Callable[[Namespace], bool]
